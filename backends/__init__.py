@@ -1,0 +1,1 @@
+"""Speech models that run in the proxy's own process."""
