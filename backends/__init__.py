@@ -1,1 +1,35 @@
-"""Speech models that run in the proxy's own process."""
+"""Speech models that run in the proxy's own process.
+
+Reading order: api (what a backend is), errors, text, audio, then the kinds: hibari, cosyvoice.
+A kind's packages are imported when a backend of that kind is created, never before.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from backends.api import SpeechBackend
+from backends.errors import InvalidInput
+
+
+def kinds() -> tuple[str, ...]:
+    """The values that `kind` of a backend may have in config.yaml."""
+    return ("hibari", "cosyvoice")
+
+
+def create(kind: str, name: str, options: Mapping[str, Any], data_dir: Path) -> SpeechBackend:
+    """Make a backend called `name`, not loaded yet. What it keeps on disk lies under `data_dir`.
+
+    Raises InvalidInput (param "kind", or the option's name) and BackendUnavailable (a package is missing).
+    """
+    match kind:
+        case "hibari":
+            from backends import hibari
+
+            return hibari.create(name, options)
+        case "cosyvoice":
+            from backends.cosyvoice import backend
+
+            return backend.create(name, options, data_dir)
+        case _:
+            raise InvalidInput(f"unknown kind {kind!r}; kinds: {', '.join(kinds())}", param="kind")

@@ -6,7 +6,7 @@ worker thread at a time, and only while the request holds the lease. Audio is fl
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -91,11 +91,11 @@ class SpeechBackend(Protocol):
         """Input tokens of a text, for `usage`. Never touches the device."""
         ...
 
-    def synthesize(self, utterance: Utterance, cancel: threading.Event) -> Iterator[AudioChunk]:
+    def synthesize(self, utterance: Utterance, cancel: threading.Event) -> Generator[AudioChunk, None, None]:
         """Speak one piece; chunks are yielded as they are made.
 
         `cancel` is looked at in every decode step and before each vocoder call: raises Cancelled. Closing the
-        iterator stops the work too. Either way no thread of this request runs once the iterator has ended.
+        generator stops the work too. Either way no thread of this request runs once the generator has ended.
         Raises UnknownVoice, InvalidInput, BackendUnavailable (not loaded), SynthesisFailed, Cancelled.
         """
         ...
