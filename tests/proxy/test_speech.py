@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from aiohttp import ClientPayloadError, web
+from aiohttp import ClientPayloadError, ClientResponse, web
 from aiohttp.test_utils import TestClient, TestServer
 
 from backends.audio import to_pcm
 from proxy.errors import HoldExpired
-from proxy.speech import SpeechSettings, SpeechStream
+from proxy.speech import SpeechSettings, SpeechStream, parse
 from tests.fakes import FakeSpeech, RawClient, spoken
+from tests.fakes.speech import SpeechGate
 from tests.proxy.speech_app import SpeechApp
 
 Client = TestClient[web.Request, web.Application]
@@ -31,7 +32,7 @@ def backend() -> FakeSpeech:
 @pytest.fixture
 def start(aiohttp_server: Any, aiohttp_client: Any) -> Start:
     async def _start(speech: SpeechApp) -> Client:
-        server: TestServer[web.Request] = await aiohttp_server(speech.application())
+        server: TestServer = await aiohttp_server(speech.application())
         client: Client = await aiohttp_client(server)
         return client
 
@@ -42,9 +43,14 @@ def ask(text: str, **fields: Any) -> dict[str, Any]:
     return {"model": "fake", "input": text, "response_format": "pcm", **fields}
 
 
-async def until(happened: Callable[[], bool]) -> None:
-    while not happened():
-        await asyncio.sleep(0.001)
+async def next_event(reply: ClientResponse) -> dict[str, Any]:
+    lines = (await reply.content.readuntil(b"\n\n")).splitlines()
+    event: dict[str, Any] = json.loads(b"".join(line.removeprefix(b"data: ") for line in lines if line[:1] == b"d"))
+    return event
+
+
+async def reached(gate: SpeechGate) -> None:
+    assert await asyncio.to_thread(gate.reached.wait, 30)
 
 
 async def test_pcm_is_what_the_backend_said(start: Start, backend: FakeSpeech) -> None:
@@ -79,7 +85,10 @@ async def test_the_first_sentence_is_sent_while_the_second_is_made(start: Start,
     assert speech.opened == 1
     gate.open()
     assert await reply.read() == to_pcm(spoken("Two."))
-    assert speech.done == [("fake", pytest.approx(8 * 0.02), 8, 9)]
+    await speech.ended.wait()
+    ((name, seconds, tokens, characters),) = speech.done
+    assert (name, tokens, characters) == ("fake", 8, 9)
+    assert seconds == pytest.approx(8 * 0.02)
 
 
 async def test_a_slow_reader_does_not_hold_the_lease(start: Start) -> None:
@@ -140,7 +149,7 @@ async def test_a_client_that_goes_stops_the_thread_before_the_lease_is_free(star
     gate = backend.hold(piece=2)
     reply = await client.post("/v1/audio/speech", json=ask("One. Two. Three."))
     await reply.content.readany()
-    await until(gate.reached.is_set)
+    await reached(gate)
     reply.close()
     await speech.ended.wait()
     assert (backend.active, backend.cancelled, backend.started) == (0, 1, 2)
@@ -153,7 +162,7 @@ async def test_a_client_that_goes_before_the_first_audio_stops_the_thread(start:
     client = await start(speech)
     gate = backend.hold()
     task = asyncio.create_task(client.post("/v1/audio/speech", json=ask("One.")))
-    await until(gate.reached.is_set)
+    await reached(gate)
     task.cancel()
     await speech.ended.wait()
     assert (backend.active, backend.cancelled) == (0, 1)
@@ -218,25 +227,21 @@ async def test_an_error_in_an_event_stream_is_an_event_and_a_cut(start: Start, b
     reply = await client.post("/v1/audio/speech", json=ask("One.", stream_format="sse"))
     assert await reply.content.readline() == b": speaking\n"
     gate.open()
-    received = b""
+    while "error" not in (event := await next_event(reply)):
+        assert event["type"] == "speech.audio.delta"
+    assert event["error"]["code"] == "synthesis_failed"
     with pytest.raises(ClientPayloadError):
-        while True:
-            received += await reply.content.readany()
-    last = json.loads(received.rsplit(b"data: ", 1)[1])
-    assert last["error"]["code"] == "synthesis_failed"
+        await reply.read()
 
 
 async def test_a_block_that_fails_after_the_response_began_cuts_it(start: Start, backend: FakeSpeech) -> None:
     class Expiring(SpeechApp):
         async def speak(self, request: web.Request) -> web.StreamResponse:
-            from proxy.speech import parse
-
             speech = parse(await request.read(), self.settings)
             async with SpeechStream(request, speech, self.backend, self.settings) as stream:
                 self.streams.append(stream)
                 try:
-                    async with asyncio.timeout(None) as limit:
-                        self.expire = lambda: limit.reschedule(asyncio.get_running_loop().time())
+                    async with asyncio.timeout(None) as self.limit:
                         await stream.produce(self._open)
                 except TimeoutError:
                     raise HoldExpired("held too long") from None
@@ -248,8 +253,8 @@ async def test_a_block_that_fails_after_the_response_began_cuts_it(start: Start,
     gate = backend.hold(piece=2)
     reply = await client.post("/v1/audio/speech", json=ask("One. Two."))
     await reply.content.readany()
-    await until(gate.reached.is_set)
-    speech.expire()
+    await reached(gate)
+    speech.limit.reschedule(asyncio.get_running_loop().time())
     with pytest.raises(ClientPayloadError):
         await reply.read()
     assert speech.streams[0].outcome == "error"
