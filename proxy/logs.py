@@ -27,7 +27,7 @@ def configure(style: Literal["text", "json"], *, level: str = "INFO", stream: Te
     for old in list(root.handlers):
         root.removeHandler(old)
     root.addHandler(handler)
-    root.setLevel(level)
+    root.setLevel(level.upper())
 
 
 class TextFormatter(logging.Formatter):

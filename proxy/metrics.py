@@ -19,11 +19,11 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from proxy import __version__
+from proxy.line import Ticket
 from proxy.series import CONTENT_TYPE, Family, Registry, Value
 
 if TYPE_CHECKING:
     from proxy.lease import LeaseEvent
-    from proxy.line import Ticket
 
 PREFIX = "llama_lease_"
 OTHER = "other"
@@ -63,8 +63,8 @@ class _Place:
 
     def __init__(self, lease: str, mode: str, group: str) -> None:
         self.lease, self.mode, self.group = lease, mode, group
-        self.waiting: dict[str, float] = {}
-        self.active: dict[str, float] = {}
+        self.waiting: dict[Ticket, float] = {}  # by object: a client may choose an id that is in use
+        self.active: dict[Ticket, float] = {}
 
 
 class Metrics(Collector):
@@ -73,7 +73,7 @@ class Metrics(Collector):
     def __init__(self, known: Known, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._places: dict[tuple[str, str, str], _Place] = {}
-        self._where: dict[str, _Place] = {}  # ticket id -> its place; a reload must not move a ticket to another
+        self._where: dict[Ticket, _Place] = {}  # a reload must not move a ticket to another place
         self._busy_since: dict[str, float] = {}  # lease -> up to when its busy time has been counted
         self._declare(Registry(PREFIX))
         self._process = CollectorRegistry()
@@ -194,27 +194,27 @@ class Metrics(Collector):
         ticket = event.ticket
         match event.kind:
             case "queued":
-                self._place_of(event).waiting[ticket.id] = ticket.arrived
+                self._place_of(event).waiting[ticket] = _arrived(event)
             case "granted":
                 self._ended_waiting(event, "granted")
                 place = self._place_of(event)
                 self._count_busy(place.lease, event.at)
-                place.active[ticket.id] = event.at
+                place.active[ticket] = event.at
             case "released":
                 self._released(event)
             case "rejected":
                 self._ended_waiting(event, "rejected")
                 self.queue_rejected(event.lease, event.reason)
-                self._where.pop(ticket.id, None)
+                self._where.pop(ticket, None)
             case "timeout":
                 self._ended_waiting(event, "timeout")
                 self.queue_rejected(event.lease, "timeout")
-                self._where.pop(ticket.id, None)
+                self._where.pop(ticket, None)
             case "cancelled":
                 self._ended_waiting(event, "cancelled")
                 if event.reason == "shutdown":
                     self.queue_rejected(event.lease, "shutdown")
-                self._where.pop(ticket.id, None)
+                self._where.pop(ticket, None)
             case "swap":
                 self.swaps_total(self._lease(event.lease)).add()
             case "overtake":
@@ -223,26 +223,26 @@ class Metrics(Collector):
                 pass  # opened, closed: the page's timeline shows them
 
     def _ended_waiting(self, event: "LeaseEvent", outcome: str) -> None:
-        place, ticket = self._place_of(event), event.ticket
-        place.waiting.pop(ticket.id, None)
-        waited = max(0.0, event.at - ticket.arrived)
-        self.lease_wait_seconds(place.lease, place.mode, place.group, outcome).observe(waited)
+        place = self._place_of(event)
+        place.waiting.pop(event.ticket, None)
+        waited = event.at - _arrived(event)
+        self.lease_wait_seconds(place.lease, place.mode, place.group, outcome).observe(max(0.0, waited))
 
     def _released(self, event: "LeaseEvent") -> None:
-        place = self._where.pop(event.ticket.id, None)
-        granted = place.active.get(event.ticket.id) if place else None
+        place = self._where.pop(event.ticket, None)
+        granted = place.active.get(event.ticket) if place else None
         if place is None or granted is None:
             return
         self._count_busy(place.lease, event.at)
-        del place.active[event.ticket.id]
+        del place.active[event.ticket]
         self.lease_hold_seconds(place.lease, place.mode, place.group).observe(max(0.0, event.at - granted))
 
     def _place_of(self, event: "LeaseEvent") -> _Place:
-        place = self._where.get(event.ticket.id)
+        place = self._where.get(event.ticket)
         if place is None:
-            ticket: Ticket = event.ticket
+            ticket = event.ticket
             place = self._place(self._lease(event.lease), _among(str(ticket.mode), MODES), self._group(ticket.group))
-            self._where[ticket.id] = place
+            self._where[ticket] = place
         return place
 
     def _place(self, lease: str, mode: str, group: str) -> _Place:
@@ -346,3 +346,7 @@ class Metrics(Collector):
 
 def _among(value: str, known: "Mapping[str, object] | frozenset[str] | tuple[str, ...]") -> str:
     return value if value in known else OTHER
+
+
+def _arrived(event: "LeaseEvent") -> float:
+    return event.at if event.ticket.arrived is None else event.ticket.arrived

@@ -3,6 +3,8 @@
 import logging
 from typing import TYPE_CHECKING
 
+from proxy.line import Ticket
+
 if TYPE_CHECKING:
     from proxy.lease import LeaseEvent
 
@@ -19,20 +21,21 @@ class TicketLog:
     """
 
     def __init__(self) -> None:
-        self._bytes: dict[str, int] = {}
+        self._bytes: dict[Ticket, int] = {}
 
-    def answered(self, ticket_id: str, count: int) -> None:
+    def answered(self, ticket: Ticket, count: int) -> None:
         """Add to the bytes of this ticket's answer. Called inside the hold; a ticket that has ended is ignored."""
-        if ticket_id in self._bytes:
-            self._bytes[ticket_id] += count
+        if ticket in self._bytes:
+            self._bytes[ticket] += count
 
     def on_lease_event(self, event: "LeaseEvent") -> None:
         ticket = event.ticket
         if event.kind in ("queued", "granted"):
-            self._bytes.setdefault(ticket.id, 0)
+            self._bytes.setdefault(ticket, 0)
         if event.kind not in _ENDS:
             return
         served = event.kind == "released"
+        arrived = event.at if ticket.arrived is None else ticket.arrived
         granted = ticket.granted if served and ticket.granted is not None else event.at
         fields = {
             "id": ticket.id,
@@ -40,9 +43,9 @@ class TicketLog:
             "model": ticket.model,
             "group": ticket.group,
             "mode": str(ticket.mode),
-            "waited": round(granted - ticket.arrived, 3),
+            "waited": round(granted - arrived, 3),
             "ran": round(event.at - granted, 3),
-            "bytes": self._bytes.pop(ticket.id, 0),
+            "bytes": self._bytes.pop(ticket, 0),
             "outcome": event.reason or "done" if served else event.kind,
             "reason": "" if served else event.reason,
         }

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from proxy.lease import LeaseEvent
+from proxy.lease import Kind, LeaseEvent
 from proxy.line import Mode, Ticket
 from proxy.logs import configure
 from proxy.ticketlog import TicketLog
@@ -21,7 +21,7 @@ def root_logger() -> Iterator[None]:
     root.setLevel(level)
 
 
-def lines_of(style: str, *endings: tuple[str, Ticket, float, str], answered: int = 0) -> list[str]:
+def lines_of(style: str, *endings: tuple[Kind, Ticket, float, str], answered: int = 0) -> list[str]:
     """What the ticket log writes for these events, each (kind, ticket, at, reason)."""
     stream = io.StringIO()
     configure(style, stream=stream)  # type: ignore[arg-type]
@@ -30,19 +30,16 @@ def lines_of(style: str, *endings: tuple[str, Ticket, float, str], answered: int
         if kind == "granted":
             ticket.granted = at
         if kind == "released":
-            log.answered(ticket.id, answered)
+            log.answered(ticket, answered)
         log.on_lease_event(LeaseEvent(kind=kind, lease="gpu0", ticket=ticket, at=at, reason=reason))
     return stream.getvalue().splitlines()
 
 
 def ticket(model: str = "qwen") -> Ticket:
-    return Ticket(
-        id="r1", model=model, group="chat", mode=Mode.READ, limit=None, arrived=100.0,
-        granted=None, opened=None, released=None, swaps=False,
-    )  # fmt: skip
+    return Ticket(id="r1", model=model, group="chat", mode=Mode.READ, arrived=100.0)
 
 
-def served(model: str = "qwen", reason: str = "done") -> list[tuple[str, Ticket, float, str]]:
+def served(model: str = "qwen", reason: str = "done") -> list[tuple[Kind, Ticket, float, str]]:
     one = ticket(model)
     return [("queued", one, 100.0, ""), ("granted", one, 102.5, ""), ("opened", one, 103.0, ""),
             ("released", one, 112.5, reason)]  # fmt: skip
@@ -77,7 +74,7 @@ def test_a_hold_says_how_it_ended(reason: str) -> None:
     ("kind", "reason"),
     [("timeout", ""), ("cancelled", "client"), ("cancelled", "admin"), ("rejected", "shutdown")],
 )
-def test_a_ticket_that_was_never_granted_only_waited(kind: str, reason: str) -> None:
+def test_a_ticket_that_was_never_granted_only_waited(kind: Kind, reason: str) -> None:
     one = ticket()
     (line,) = lines_of("json", ("queued", one, 100.0, ""), (kind, one, 107.0, reason))
     entry = json.loads(line)
@@ -89,11 +86,10 @@ def test_a_ticket_that_was_refused_at_once_has_its_line() -> None:
     assert (json.loads(line)["outcome"], json.loads(line)["reason"]) == ("rejected", "full")
 
 
-def test_bytes_of_a_ticket_that_has_ended_are_not_kept() -> None:
+def test_bytes_of_a_ticket_that_is_in_no_line_are_not_kept() -> None:
     log = TicketLog()
-    log.answered("gone", 10)
     one = ticket()
-    one.id = "gone"
+    log.answered(one, 10)
     stream = io.StringIO()
     configure("json", stream=stream)
     log.on_lease_event(LeaseEvent(kind="queued", lease="gpu0", ticket=one, at=100.0, reason=""))
@@ -128,7 +124,7 @@ def test_a_traceback_belongs_to_its_record(style: str) -> None:
 def test_setting_up_again_replaces_the_style() -> None:
     first, second = io.StringIO(), io.StringIO()
     configure("text", stream=first)
-    configure("json", stream=second, level="WARNING")
+    configure("json", stream=second, level="warning")
     logging.getLogger("proxy.x").warning("once")
     logging.getLogger("proxy.x").info("not asked for")
     assert first.getvalue() == ""

@@ -1,12 +1,12 @@
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable
 
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from proxy.lease import LeaseEvent
+from proxy.lease import Kind, LeaseEvent
 from proxy.line import Mode, Ticket
 from proxy.metrics import PREFIX, WAIT_BUCKETS, Known, Metrics
 
@@ -33,15 +33,12 @@ class Server:
         self.metrics = Metrics(known, clock=lambda: self.now)
         self._ids = itertools.count(1)
 
-    def tell(self, kind: str, ticket: Ticket, reason: str = "") -> None:
+    def tell(self, kind: Kind, ticket: Ticket, reason: str = "") -> None:
         self.metrics.on_lease_event(LeaseEvent(kind=kind, lease="gpu0", ticket=ticket, at=self.now, reason=reason))
 
-    def queue(self, group: str = "chat", mode: Mode | None = None) -> Ticket:
-        mode = mode or MODES.get(group, Mode.READ)
-        ticket = Ticket(
-            id=f"t{next(self._ids)}", model="m", group=group, mode=mode, limit=None, arrived=self.now,
-            granted=None, opened=None, released=None, swaps=False,
-        )  # fmt: skip
+    def queue(self, group: str = "chat", id: str = "") -> Ticket:
+        mode = MODES.get(group, Mode.READ)
+        ticket = Ticket(id=id or f"t{next(self._ids)}", model="m", group=group, mode=mode, arrived=self.now)
         self.tell("queued", ticket)
         return ticket
 
@@ -61,7 +58,7 @@ class Server:
         assert len(found) == 1, f"{name} {labels}: {len(found)} series"
         return found[0]
 
-    def page(self) -> Iterator[Metric]:
+    def page(self) -> Iterable[Metric]:
         text, _ = self.metrics.render()
         return text_string_to_metric_families(text.decode())
 
@@ -147,7 +144,7 @@ def test_the_page_says_the_same_as_prometheus_clients_own_writer(server: Server)
         ("rejected", "full", "rejected"),
     ],
 )
-def test_a_wait_is_observed_however_it_ends(server: Server, end: str, reason: str, outcome: str) -> None:
+def test_a_wait_is_observed_however_it_ends(server: Server, end: Kind, reason: str, outcome: str) -> None:
     ticket = server.queue("chat")
     server.now += 42
     server.tell(end, ticket, reason)
@@ -159,10 +156,7 @@ def test_a_wait_is_observed_however_it_ends(server: Server, end: str, reason: st
 
 
 def test_a_refused_ticket_that_never_stood_in_the_queue_is_observed_too(server: Server) -> None:
-    ticket = Ticket(
-        id="x", model="m", group="chat", mode=Mode.READ, limit=None, arrived=server.now,
-        granted=None, opened=None, released=None, swaps=False,
-    )  # fmt: skip
+    ticket = Ticket(id="x", model="m", group="chat", mode=Mode.READ, arrived=server.now)
     server.tell("rejected", ticket, "full")
     assert server.value("lease_wait_seconds_count", **place("chat"), outcome="rejected") == 1
     assert server.value("queue_rejected_total", lease="gpu0", reason="full") == 1
@@ -173,7 +167,7 @@ def test_a_refused_ticket_that_never_stood_in_the_queue_is_observed_too(server: 
     [("rejected", "full", "full"), ("timeout", "", "timeout"), ("rejected", "shutdown", "shutdown"),
      ("cancelled", "shutdown", "shutdown")],
 )  # fmt: skip
-def test_lost_places_are_counted_by_reason(server: Server, end: str, reason: str, counted: str) -> None:
+def test_lost_places_are_counted_by_reason(server: Server, end: Kind, reason: str, counted: str) -> None:
     server.tell(end, server.queue(), reason)
     assert server.value("queue_rejected_total", lease="gpu0", reason=counted) == 1
 
@@ -215,6 +209,12 @@ def test_the_oldest_waiter_ages_while_nothing_happens(server: Server) -> None:
     server.tell("cancelled", old, "client")
     assert server.value("queue_oldest_wait_seconds", lease="gpu0", mode="write") == 5
     assert server.value("queue_oldest_wait_seconds", lease="gpu0", mode="read") == 0
+
+
+def test_two_tickets_of_the_same_id_are_two(server: Server) -> None:
+    first, _ = server.queue("chat", id="same"), server.queue("chat", id="same")
+    server.tell("cancelled", first, "client")
+    assert server.value("queue_depth", **place("chat")) == 1
 
 
 def test_the_oldest_reader_is_looked_for_in_all_groups(server: Server) -> None:
