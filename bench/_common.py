@@ -5,6 +5,7 @@ A script's JSON is one Report. README's table of measurements is made of the `ta
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -106,8 +107,7 @@ def percentile(values: Sequence[float], share: float) -> float:
     """The value below which `share` (0 to 1) of them lie, nearest rank. Raises ValueError on none."""
     if not values:
         raise ValueError("no values")
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, -(-int(share * 1000) * len(ordered) // 1000) - 1))]
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 def median(values: Iterable[float]) -> float:
