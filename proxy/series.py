@@ -71,7 +71,7 @@ class Value:
 class Distribution:
     """One series of a histogram: a count for each bucket, made cumulative only when it is written."""
 
-    __slots__ = ("_bounds", "_heads", "_labels", "_name", "counts", "sum")
+    __slots__ = ("_bounds", "_heads", "_labels", "_name", "_text", "counts", "sum")
 
     def __init__(self, name: str, labels: dict[str, str], bounds: Sequence[float]) -> None:
         self._name, self._labels, self._bounds = name, labels, bounds
@@ -80,6 +80,7 @@ class Distribution:
         self._heads += [_head(f"{name}_count", labels), _head(f"{name}_sum", labels)]
         self.counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
+        self._text = ""  # as it was last written; most series do not change between two scrapes
 
     @property
     def count(self) -> int:
@@ -88,11 +89,14 @@ class Distribution:
     def observe(self, value: float) -> None:
         self.counts[bisect_left(self._bounds, value)] += 1  # an edge belongs to its own bucket: le is "at most"
         self.sum += value
+        self._text = ""
 
     def lines(self, out: list[str]) -> None:
-        cumulative = list(accumulate(self.counts))
-        values = [*cumulative, cumulative[-1], self.sum]
-        out.extend([f"{head}{value!r}\n" for head, value in zip(self._heads, values, strict=True)])
+        if not self._text:
+            cumulative = list(accumulate(self.counts))
+            values = [*cumulative, cumulative[-1], self.sum]
+            self._text = "".join([f"{head}{value!r}\n" for head, value in zip(self._heads, values, strict=True)])
+        out.append(self._text)
 
     def samples(self) -> Iterator[tuple[str, dict[str, str], float]]:
         cumulative = list(accumulate(self.counts))

@@ -180,6 +180,12 @@ def test_a_client_that_leaves_the_queue_is_not_a_rejection(server: Server) -> No
     )
 
 
+def test_what_is_observed_after_a_scrape_is_on_the_next_page(server: Server) -> None:
+    for expected in (1, 2, 3):
+        server.hold("chat")
+        assert server.value("lease_wait_seconds_count", **place("chat"), outcome="granted") == expected
+
+
 def test_an_edge_of_a_bucket_belongs_to_the_bucket(server: Server) -> None:
     ticket = server.queue("chat")
     server.now += 5
