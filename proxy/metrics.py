@@ -40,7 +40,7 @@ OUTCOMES = ("granted", "timeout", "cancelled", "rejected")
 REJECTIONS = ("full", "timeout", "shutdown", "model_failed")
 PHASES = ("queued", "upstream", "streaming")
 UPSTREAM_ERRORS = ("connect", "timeout", "reset", "truncated", "5xx", "429")
-HEARTBEATS = ("comment", "chunk", "ping", "whitespace")
+HEARTBEATS = ("comment", "chunk", "ping", "space")
 RESULTS = ("success", "failure")
 _CODES = frozenset(str(status.value) for status in HTTPStatus)
 

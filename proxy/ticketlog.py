@@ -3,8 +3,6 @@
 import logging
 from typing import TYPE_CHECKING
 
-from proxy.line import Ticket
-
 if TYPE_CHECKING:
     from proxy.lease import LeaseEvent
 
@@ -21,17 +19,17 @@ class TicketLog:
     """
 
     def __init__(self) -> None:
-        self._bytes: dict[Ticket, int] = {}
+        self._bytes: dict[str, int] = {}
 
-    def answered(self, ticket: Ticket, count: int) -> None:
+    def answered(self, ticket_id: str, count: int) -> None:
         """Add to the bytes of this ticket's answer. Called inside the hold; a ticket that has ended is ignored."""
-        if ticket in self._bytes:
-            self._bytes[ticket] += count
+        if ticket_id in self._bytes:
+            self._bytes[ticket_id] += count
 
     def on_lease_event(self, event: "LeaseEvent") -> None:
         ticket = event.ticket
         if event.kind in ("queued", "granted"):
-            self._bytes.setdefault(ticket, 0)
+            self._bytes.setdefault(ticket.id, 0)
         if event.kind not in _ENDS:
             return
         served = event.kind == "released"
@@ -45,7 +43,7 @@ class TicketLog:
             "mode": str(ticket.mode),
             "waited": round(granted - arrived, 3),
             "ran": round(event.at - granted, 3),
-            "bytes": self._bytes.pop(ticket, 0),
+            "bytes": self._bytes.pop(ticket.id, 0),
             "outcome": event.reason or "done" if served else event.kind,
             "reason": "" if served else event.reason,
         }

@@ -30,7 +30,7 @@ def lines_of(style: str, *endings: tuple[Kind, Ticket, float, str], answered: in
         if kind == "granted":
             ticket.granted = at
         if kind == "released":
-            log.answered(ticket, answered)
+            log.answered(ticket.id, answered)
         log.on_lease_event(LeaseEvent(kind=kind, lease="gpu0", ticket=ticket, at=at, reason=reason))
     return stream.getvalue().splitlines()
 
@@ -89,7 +89,7 @@ def test_a_ticket_that_was_refused_at_once_has_its_line() -> None:
 def test_bytes_of_a_ticket_that_is_in_no_line_are_not_kept() -> None:
     log = TicketLog()
     one = ticket()
-    log.answered(one, 10)
+    log.answered(one.id, 10)
     stream = io.StringIO()
     configure("json", stream=stream)
     log.on_lease_event(LeaseEvent(kind="queued", lease="gpu0", ticket=one, at=100.0, reason=""))
