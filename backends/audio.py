@@ -110,8 +110,8 @@ def _writer(format: str) -> _Writer:
             # Without the Xing frame: it holds the length, which is not known, and cannot be filled in later.
             return _Coded("mp3", "libmp3lame", 96_000, {"write_xing": "0", "id3v2_version": "0"})
         case "opus":
-            # Pages of 0.2 s: the usual second would hold back the first sentence.
-            return _Coded("ogg", "libopus", 64_000, {"page_duration": "200000"})
+            # Pages of 0.1 s: the usual second would hold back the first sentence.
+            return _Coded("ogg", "libopus", 64_000, {"page_duration": "100000"})
         case "aac":
             return _Coded("adts", "aac", 96_000, {})
         case "flac":
