@@ -1,5 +1,6 @@
 """Writes llama-lease.json, the dashboard: `python -m grafana.build`. A test compares it with the committed file."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -39,10 +40,11 @@ def build() -> str:
         .annotation(reload_mark("Reload accepted", "success", "blue"))
         .annotation(reload_mark("Reload refused", "failure", "red"))
     )
+    ids = itertools.count(1)  # links to a panel name it by its number
     for title, panels in rows():
-        board = board.with_row(dashboard.Row(title))
+        board = board.with_row(dashboard.Row(title).id(next(ids)))
         for panel in panels:
-            board = board.with_panel(view(panel))
+            board = board.with_panel(view(panel, next(ids)))
     return json.dumps(board.build(), cls=JSONEncoder, sort_keys=True, indent=2) + "\n"
 
 
@@ -73,9 +75,9 @@ def reload_mark(name: str, result: str, color: str) -> dashboard.AnnotationQuery
     )
 
 
-def view(panel: Panel) -> Builder[models.Panel]:
+def view(panel: Panel, number: int) -> Builder[models.Panel]:
     """The panel in Grafana's own terms."""
-    view = empty(panel).title(panel.title).description(panel.text).datasource(source())
+    view = empty(panel).id(number).title(panel.title).description(panel.text).datasource(source())
     view = view.height(HEIGHTS.get(panel.look, HEIGHT)).span(panel.width)
     for letter, query in zip("ABCDEFGH", panel.queries, strict=False):
         target = prometheus.Dataquery().expr(query.expr).legend_format(query.legend).ref_id(letter).range()
@@ -87,7 +89,9 @@ def empty(panel: Panel) -> heatmap.Panel | statetimeline.Panel | stat.Panel | ti
     match panel.look:
         case "heatmap":
             color = heatmap.HeatmapColorOptions().mode(heat.HeatmapColorMode.SCHEME).scheme("Oranges").steps(64)
-            return heatmap.Panel().calculate(False).color(color).y_axis(heatmap.YAxisConfig().unit(panel.unit))
+            color = color.fill("dark-orange").exponent(0.5)
+            axis = heatmap.YAxisConfig().unit(panel.unit)
+            return heatmap.Panel().calculate(False).color(color).y_axis(axis).show_tooltip()
         case "timeline":
             idle = models.ValueMappingResult(text=" ", color="transparent")
             return (
@@ -99,7 +103,9 @@ def empty(panel: Panel) -> heatmap.Panel | statetimeline.Panel | stat.Panel | ti
                 .thresholds(steps(None))
             )
         case "stat":
-            return stat.Panel().unit(panel.unit).thresholds(steps(panel.red)).text_mode(stat_text(panel))
+            last = common.ReduceDataOptions().calcs(["lastNotNull"])
+            view = stat.Panel().unit(panel.unit).thresholds(steps(panel.red)).reduce_options(last)
+            return view.text_mode(stat_text(panel))
         case "lines" | "stacked" | "percent" | "bars":
             return series(panel)
 
