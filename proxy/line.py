@@ -1,0 +1,409 @@
+"""The rules of the lease: who may hold it now. Plain data: no event loop, no clock, no log.
+
+Three questions decide, and every grant asks them in this order.
+
+Fits.      A writer holds alone, readers hold together, and only models that can be resident together hold together.
+           Mode `none` fits always. `limit` bounds how many tickets of one model hold at once, whatever their mode.
+Hinders.   A ticket hinders a waiting one when that one could not enter beside it: one of the two is a writer, or some
+           set of models that cannot be resident together holds both of them and otherwise only holders.
+Older.     Tickets are numbered as they come.
+
+Order `fifo`: a ticket enters when it fits and hinders nobody older. So no ticket is ever granted before an older one
+that it hinders. It may pass those it does not hinder: an embedding passes a chat that waits for a vision model to end,
+and a ticket that only its own model's `limit` holds back keeps nobody of another room waiting but those whom it would
+hinder. A waiting writer lets no younger reader pass, so readers cannot starve it; older readers that wait for
+`limit` go before it.
+
+Order `phases`: as fifo, and besides a younger ticket may pass the older ones that it hinders while they wait for the
+room that it enters (`Room`), which
+  1. opens with the grant of its first ticket, who was the longest waiting of all whom he hinders, and lets in everyone
+     who comes for it until the first byte of an answer (or until somebody leaves it: a failed load opens it, too);
+  2. has opened then, and lets in everyone who waited for it at that moment;
+  3. lets in newcomers for `slice` seconds from then on (auto: as long as it took to open, at most `max_slice`), or while
+     the oldest whom they hinder can still start within `patience` seconds;
+  4. then lets in nobody who hinders somebody older. It drains, and the next room opens.
+A model of its own that hinders nobody opens a room of its own: two GPUs under one lease take turns independently.
+Time only ever closes a room, so nothing has to happen when it passes: no timers.
+
+Tickets of one mode and model differ by age only. They wait in one `Lane`, and only the heads of lanes are looked at: an
+event costs in the number of models that wait, never in the number of waiters.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Literal, Protocol
+
+
+class Mode(StrEnum):
+    """How a ticket holds the lease."""
+
+    READ = "read"  # shared
+    WRITE = "write"  # exclusive
+    NONE = "none"  # beside everybody
+
+
+class Residency(Protocol):
+    """Which models can be resident together. Every subset of what can be resident can be resident, too."""
+
+    def admits(self, held: frozenset[str], model: str) -> bool:
+        """Can `model` be loaded, or stay, without stopping one of `held`?"""
+
+    def hinders(self, held: frozenset[str], waiter: str, newcomer: str) -> bool:
+        """Is there a part of `held` beside which `waiter` is admitted, but not when `newcomer` is there as well?"""
+
+    def after(self, resident: frozenset[str], held: frozenset[str], model: str) -> frozenset[str]:
+        """What is resident once `model` has been loaded where `resident` were, of which `held` must stay."""
+
+    def words(self) -> tuple[str, ...]:
+        """The rules for people: one line for each model that excludes others."""
+
+
+class Usual(Protocol):
+    """What things usually take, in seconds."""
+
+    def length(self, model: str) -> float:
+        """One request of a model that is resident."""
+
+    def opening(self, model: str) -> float:
+        """From the grant that needs a model loaded to the first byte of an answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """In which order tickets enter. Times in seconds."""
+
+    order: Literal["phases", "fifo"] = "phases"
+    slice: Literal["auto"] | float = "auto"
+    max_slice: float = 30.0  # bounds `auto` only
+    patience: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Room:
+    """One phase: tickets of one mode whose models can be resident together."""
+
+    mode: Mode
+    models: set[str]
+    since: float  # the first grant
+    opened: float | None = None  # the first byte of an answer; None while it opens
+    batch: int = 0  # the youngest ticket that had come when it had opened
+    holders: int = 0
+
+    def end_opening(self, now: float, youngest: int) -> None:
+        if self.opened is None:
+            self.opened = now
+            self.batch = youngest
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One request's place. Times are the lease's clock, in seconds; None: not yet."""
+
+    id: str
+    model: str
+    group: str
+    mode: Mode
+    limit: int | None = None  # at most so many tickets of this model hold at once
+    arrived: float | None = None
+    granted: float | None = None
+    opened: float | None = None
+    released: float | None = None  # or when it left without a grant
+    swaps: bool = False  # its grant changed what must be resident
+    overtakes: bool = False  # it was granted before an older ticket that it hinders
+    number: int = 0  # in order of arrival, from 1
+    room: Room | None = field(default=None, repr=False)
+
+
+class Lane:
+    """The waiting tickets of one mode and model, oldest first; never empty while it is in the line."""
+
+    __slots__ = ("head", "mode", "model", "tickets")
+
+    def __init__(self, first: Ticket) -> None:
+        self.mode = first.mode
+        self.model = first.model
+        self.head = first
+        # Not a dict: looking for the first key of a dict walks over all that were deleted before it.
+        self.tickets: OrderedDict[Ticket, None] = OrderedDict({first: None})
+
+    def remove(self, ticket: Ticket) -> bool:
+        """Takes a ticket out; says whether somebody is left."""
+        del self.tickets[ticket]
+        if not self.tickets:
+            return False
+        if ticket is self.head:
+            self.head = next(iter(self.tickets))
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Whom to grant next: the head of `lane`, into `room` (None: a new one)."""
+
+    lane: Lane
+    room: Room | None
+    overtakes: bool
+
+
+@dataclass(slots=True)
+class _Held:
+    """Who holds, counted."""
+
+    readers: int = 0
+    writers: int = 0
+    models: dict[str, int] = field(default_factory=dict)  # of readers and writers
+    in_flight: dict[str, int] = field(default_factory=dict)  # of all modes: what `limit` counts
+
+
+class Line:
+    """Who holds the lease and who waits for it.
+
+    `join`, `leave` and `reconfigure` return the tickets that they granted, which hold the lease from then on.
+    `now` is any clock that does not go back, in seconds.
+    """
+
+    def __init__(self, policy: Policy, residency: Residency | None = None, usual: Usual | None = None) -> None:
+        self._policy = policy
+        self._residency = residency
+        self._usual = usual
+        self._count = 0
+        self._lanes: dict[tuple[Mode, str], Lane] = {}
+        self._held = _Held()
+        self._rooms: list[Room] = []
+        self.resident: frozenset[str] = frozenset()
+        """The models that the grants so far have left resident; whoever knows better may correct it."""
+
+    def __repr__(self) -> str:
+        held = self._held
+        return f"<Line {held.readers} read, {held.writers} write, {sum(1 for _ in self.waiting())} waiting>"
+
+    @property
+    def rooms(self) -> Sequence[Room]:
+        """The rooms that somebody is in. Order `phases` only."""
+        return self._rooms
+
+    def waiting(self) -> Iterator[Ticket]:
+        """Who waits, lane by lane."""
+        for lane in self._lanes.values():
+            yield from lane.tickets
+
+    def ahead(self, ticket: Ticket) -> int:
+        """How many of the same mode and model wait, itself not counted."""
+        lane = self._lanes.get((ticket.mode, ticket.model))
+        return 0 if lane is None else len(lane.tickets) - (ticket in lane.tickets)
+
+    def conflicts(self, ticket: Ticket) -> bool:
+        """Does somebody hold the lease beside whom this ticket does not fit?"""
+        return not self._fits(ticket.mode, ticket.model)
+
+    def join(self, ticket: Ticket, now: float) -> Sequence[Ticket]:
+        """Stands in line; grants nobody but this ticket."""
+        self._count += 1
+        ticket.number = self._count
+        ticket.arrived = now
+        if not self._lanes and self._has_capacity(ticket) and self._fits(ticket.mode, ticket.model):
+            self._grant(ticket, self._home(ticket.mode, ticket.model), now)
+            return (ticket,)
+        key = (ticket.mode, ticket.model)
+        lane = self._lanes.get(key)
+        if lane is not None:
+            lane.tickets[ticket] = None  # behind a head that cannot enter either
+            return ()
+        self._lanes[key] = Lane(ticket)
+        return self._admit(now)
+
+    def leave(self, ticket: Ticket, now: float) -> Sequence[Ticket]:
+        """Ends a wait or a hold, whatever ended it. Raises ValueError for one that is not in line."""
+        if ticket.arrived is None or ticket.released is not None:
+            raise ValueError(f"ticket {ticket.id} is not in line")
+        ticket.released = now
+        if ticket.granted is None:
+            key = (ticket.mode, ticket.model)
+            lane = self._lanes[key]
+            was_head = ticket is lane.head
+            if not lane.remove(ticket):
+                del self._lanes[key]
+            # Also after one who gave up: it may have been the head that held back those behind it.
+            return self._admit(now) if was_head else ()
+        self._release(ticket, now)
+        return self._admit(now) if self._lanes else ()
+
+    def opened(self, ticket: Ticket, now: float) -> None:
+        """The first byte of the ticket's answer: its room has opened."""
+        ticket.opened = now
+        if ticket.room is not None:
+            ticket.room.end_opening(now, self._count)
+
+    def reconfigure(self, policy: Policy, residency: Residency | None, now: float) -> Sequence[Ticket]:
+        """Other rules from now on. Everyone keeps their place; some may enter now."""
+        self._policy = policy
+        self._residency = residency
+        if policy.order == "fifo":
+            self._rooms = []
+        return self._admit(now)
+
+    # The three questions
+
+    def _has_capacity(self, ticket: Ticket) -> bool:
+        return ticket.limit is None or self._held.in_flight.get(ticket.model, 0) < ticket.limit
+
+    def _fits(self, mode: Mode, model: str) -> bool:
+        held = self._held
+        if mode is Mode.NONE:
+            return True
+        if mode is Mode.WRITE:
+            return not held.readers and not held.writers
+        if held.writers:
+            return False
+        return self._residency is None or model in held.models or self._residency.admits(frozenset(held.models), model)
+
+    def _hinders(self, lane: Lane, waiter: Lane) -> bool:
+        if lane.mode is Mode.NONE or waiter.mode is Mode.NONE:
+            return False
+        if lane.mode is Mode.WRITE or waiter.mode is Mode.WRITE:
+            return True
+        if self._residency is None or lane.model == waiter.model:
+            return False
+        return self._residency.hinders(frozenset(self._held.models), waiter.model, lane.model)
+
+    # Grants
+
+    def _admit(self, now: float) -> Sequence[Ticket]:
+        granted: list[Ticket] = []
+        while self._lanes and (entry := self._next(now)) is not None:
+            ticket = entry.lane.head
+            if not entry.lane.remove(ticket):
+                del self._lanes[ticket.mode, ticket.model]
+            ticket.overtakes = entry.overtakes
+            self._grant(ticket, entry.room, now)
+            granted.append(ticket)
+        # Only now: a room without holders is still a room while its next writer may follow.
+        if self._rooms:
+            self._rooms = [room for room in self._rooms if room.holders]
+        return granted
+
+    def _next(self, now: float) -> _Entry | None:
+        lanes = sorted(self._lanes.values(), key=lambda lane: lane.head.number)
+        able = [
+            (lane, [older for older in lanes[:place] if self._hinders(lane, older)])
+            for place, lane in enumerate(lanes)
+            if self._has_capacity(lane.head) and self._fits(lane.mode, lane.model)
+        ]
+        # Those who may pass somebody come first: their phase ends before the next one begins.
+        for lane, passed in able:
+            if passed and (room := self._licence(lane, passed, now)) is not None:
+                return _Entry(lane, room, overtakes=True)
+        for lane, passed in able:
+            if not passed:
+                return _Entry(lane, self._home(lane.mode, lane.model), overtakes=False)
+        return None
+
+    def _grant(self, ticket: Ticket, room: Room | None, now: float) -> None:
+        held, mode, model = self._held, ticket.mode, ticket.model
+        ticket.granted = now
+        held.in_flight[model] = held.in_flight.get(model, 0) + 1
+        if mode is Mode.NONE:
+            return
+        if self._residency is not None and model not in self.resident:
+            self.resident = self._residency.after(self.resident, frozenset(held.models), model)
+            ticket.swaps = model in self.resident
+        held.models[model] = held.models.get(model, 0) + 1
+        if mode is Mode.READ:
+            held.readers += 1
+        else:
+            held.writers += 1
+        if self._policy.order == "phases":
+            self._enter(ticket, room, now)
+
+    def _release(self, ticket: Ticket, now: float) -> None:
+        held, model = self._held, ticket.model
+        _decrease(held.in_flight, model)
+        if ticket.mode is Mode.NONE:
+            return
+        _decrease(held.models, model)
+        if ticket.mode is Mode.READ:
+            held.readers -= 1
+        else:
+            held.writers -= 1
+        room = ticket.room
+        if room is not None:
+            room.holders -= 1
+            room.end_opening(now, self._count)
+            if not room.holders and not self._lanes:
+                self._rooms = [other for other in self._rooms if other is not room]
+
+    # Rooms
+
+    def _enter(self, ticket: Ticket, room: Room | None, now: float) -> None:
+        if room is None:
+            # Rooms that exclude the new one are over, even where a model of theirs that it can live with is still held.
+            self._rooms = [other for other in self._rooms if not self._excludes(other, ticket.mode, ticket.model)]
+            room = Room(ticket.mode, {ticket.model}, now)
+            self._rooms.append(room)
+        else:
+            room.models.add(ticket.model)
+        room.holders += 1
+        ticket.room = room
+
+    def _home(self, mode: Mode, model: str) -> Room | None:
+        """The room that a model is in already. Without residency all readers are one room, each write model is one."""
+        for room in self._rooms:
+            if room.mode is mode and (model in room.models or (self._residency is None and mode is Mode.READ)):
+                return room
+        return None
+
+    def _excludes(self, room: Room, mode: Mode, model: str) -> bool:
+        if room.mode is Mode.WRITE or mode is Mode.WRITE:
+            return True
+        return self._residency is not None and not self._residency.admits(frozenset(room.models), model)
+
+    def _licence(self, lane: Lane, passed: Sequence[Lane], now: float) -> Room | None:
+        """The room by whose rules the head of `lane` may pass the older heads of `passed`, oldest first."""
+        home = self._home(lane.mode, lane.model)
+        for room in self._rooms if home is None else (home,):
+            if (
+                room.mode is lane.mode
+                and (room is home or self._could_join(room, lane.model))
+                and all(self._keeps_out(room, older) for older in passed)
+                and self._is_open(room, lane, passed[0], now)
+            ):
+                return room
+        return None
+
+    def _keeps_out(self, room: Room, waiter: Lane) -> bool:
+        """Does the waiter wait for this room, and not only for others?"""
+        if room.mode is Mode.WRITE or waiter.mode is Mode.WRITE:
+            return True
+        if self._residency is None:
+            return False
+        held = frozenset(self._held.models)
+        return any(self._residency.hinders(held, waiter.model, model) for model in room.models)
+
+    def _could_join(self, room: Room, model: str) -> bool:
+        return self._residency is not None and self._residency.admits(frozenset(room.models), model)
+
+    def _is_open(self, room: Room, lane: Lane, oldest: Lane, now: float) -> bool:
+        """The numbers are those of the rules above."""
+        if room.opened is None:  # (1)
+            return True
+        if lane.head.number <= room.batch:  # (2)
+            return True
+        policy = self._policy
+        slice_ = min(room.opened - room.since, policy.max_slice) if policy.slice == "auto" else policy.slice
+        if now - room.opened < slice_:  # (3)
+            return True
+        if policy.patience <= 0 or oldest.head.arrived is None:
+            return False
+        usual = 0.0
+        if self._usual is not None:
+            usual = self._usual.length(lane.model) + self._usual.opening(oldest.model)
+        return now - oldest.head.arrived + usual < policy.patience
+
+
+def _decrease(counts: dict[str, int], key: str) -> None:
+    if counts[key] == 1:
+        del counts[key]
+    else:
+        counts[key] -= 1
