@@ -96,8 +96,8 @@ def _waiting() -> tuple[Panel, ...]:
         Panel("Wait by mode", "Time in the queue of all tickets, however the wait ended.", "lines", "s",
               quantiles("llama_lease_lease_wait_seconds", "TICKET", "mode", "{{mode}}", 0.5, 0.95, 0.99)),
         Panel("Waits", "How many waits ended in each range of lengths. Brighter: more.", "heatmap", "s",
-              (Query('sum by (le) (increase(llama_lease_lease_wait_seconds_bucket{TICKET, mode!="none"}[$__rate_interval]))',
-                     "{{le}}"),)),
+              (Query("sum by (le) (increase("
+                     'llama_lease_lease_wait_seconds_bucket{TICKET, mode!="none"}[$__rate_interval]))', "{{le}}"),)),
         Panel("Waits that clients give up on", "Share of waits longer than clients wait: voice satellites 5 s, proxies "
               "60 s, scripts 120 s, patient clients 300 s.", "lines", "percentunit",
               tuple(over(seconds) for seconds in (5, 60, 120, 300))),

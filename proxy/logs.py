@@ -1,8 +1,8 @@
 """How log records look: one line of text, or one JSON object a line.
 
-A record may carry `extra={"fields": {...}}`: facts for programs. In JSON they are keys of their own; in text they follow
-the message as key=value, quoted where a value could be taken for more than one. Nothing in this program logs a prompt,
-a key or the text of a speech at any level; `fields` is the place where that is easy to see.
+A record may carry `extra={"fields": {...}}`: facts for programs. In JSON they are keys of their own; in text they
+follow the message as key=value, quoted where a value could be taken for more than one. Nothing in this program logs a
+prompt, a key or the text of a speech at any level; `fields` is the place where that is easy to see.
 """
 
 import json

@@ -2,8 +2,8 @@
 
 1. Label values come from the configuration (`Known`) or from the short fixed lists below; anything else is `other`, so
    that a client which invents model names or paths makes no series.
-2. Every way in which a wait can end is observed, not only the grants: a histogram of grants alone hides the worst waits.
-   Who is still waiting shows in the gauges, which are computed when they are asked for.
+2. Every way in which a wait can end is observed: a histogram of grants alone hides the worst waits. Who is still
+   waiting shows in the gauges, which are computed when they are asked for.
 3. `render` costs in the number of series, never of waiters, and takes no lock.
 4. All methods are for the event loop's thread. None raises for an unknown name.
 """
@@ -286,7 +286,7 @@ class Metrics(Collector):
         self.heartbeats_total(_among(kind, HEARTBEATS)).add()
 
     def queue_rejected(self, lease: str, reason: str) -> None:
-        """For refusals that no lease event tells of (model_failed); full, timeout and shutdown are counted by events."""
+        """For refusals that no lease event tells of: model_failed. Events count full, timeout and shutdown."""
         self.queue_rejected_total(self._lease(lease), _among(reason, REJECTIONS)).add()
 
     def speech_first_audio(self, backend: str, seconds: float) -> None:

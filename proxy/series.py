@@ -107,7 +107,7 @@ class Distribution:
 
 
 class Family(Generic[S]):
-    """All series of one metric. `family(value, ...)` is the series with these label values, made when first asked for."""
+    """All series of one metric. `family(value, ...)`: the series with these label values, made when first asked for."""
 
     def __init__(
         self, kind: Kind, name: str, help: str, labels: Sequence[str], make: Callable[[str, dict[str, str]], S]
