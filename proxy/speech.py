@@ -127,6 +127,11 @@ class SpeechStream:
         return handled
 
     @property
+    def began(self) -> bool:
+        """The response is under way: errors can no longer change its status."""
+        return self._began
+
+    @property
     def response(self) -> web.StreamResponse:
         """The response, once it exists."""
         assert self._response is not None
@@ -164,7 +169,12 @@ class SpeechStream:
     async def finish(self) -> web.StreamResponse:
         """Wait until the client has everything; call after the lease."""
         assert self._relay is not None
-        await asyncio.wait({self._relay})
+        try:
+            await asyncio.wait({self._relay})
+        except asyncio.CancelledError:
+            if not self._relay.done():
+                raise
+            # The client closed its connection, but after the last byte.
         self._relay.result()
         return self.response
 

@@ -1,0 +1,191 @@
+"""The composition root: routes, middleware, start and stop. Everything is built here and handed down."""
+
+import asyncio
+import contextlib
+import logging
+import re
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from multidict import CIMultiDict
+
+from proxy import auth, cors, status
+from proxy.classify import normalise
+from proxy.config import Config
+from proxy.errors import BadRequest, BodyTooLarge, MethodNotAllowed, ProxyError
+from proxy.facts import FACTS, Facts
+from proxy.handler import Handler, is_anthropic
+from proxy.relay import ClientGone
+from proxy.runtime import ROUTES, Runtime
+
+logger = logging.getLogger(__name__)
+
+RUNTIME = web.AppKey("runtime", Runtime)
+
+_Endpoint = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+
+
+def build_app(config: Config) -> web.Application:
+    """The whole server for one configuration; `app[RUNTIME].apply(other)` changes it while it runs.
+
+    Serve it with `server_options`. Raises ConfigError.
+    """
+    runtime = Runtime(config)
+    app = web.Application(middlewares=[_middleware(runtime)])
+    app[RUNTIME] = runtime
+    app.on_response_prepare.append(_add_headers)
+    app.cleanup_ctx.append(_running)
+    handler = Handler(runtime)
+    _add_own_routes(app, [*status.routes(runtime)])
+    for path in ROUTES:  # looked up by name; everything else is found by the catch-all
+        app.router.add_route("*", path, handler.handle, expect_handler=_expect)
+    app.router.add_route("*", "/{path:.*}", handler.handle, expect_handler=_expect)
+    return app
+
+
+def server_options() -> dict[str, Any]:
+    """What `web.AppRunner` needs to keep this program's promises."""
+    return {
+        "handler_cancellation": True,  # else a client that has gone keeps its place in the queue
+        "auto_decompress": False,  # a body goes on as it came, and its header stays true
+        "max_line_size": 1 << 16,
+        "max_field_size": 1 << 16,
+        "access_log": None,
+    }
+
+
+async def _running(app: web.Application) -> AsyncIterator[None]:
+    await app[RUNTIME].start()
+    yield
+    await app[RUNTIME].stop()
+
+
+def _add_own_routes(app: web.Application, routes: Iterable[tuple[str, str, _Endpoint]]) -> None:
+    """Register (methods, path, endpoint) with doubled and trailing slashes allowed, and 405 for other methods."""
+    allowed: dict[str, list[str]] = {}
+    for methods, path, endpoint in routes:
+        for variant in dict.fromkeys((path, _flexible(path))):
+            for method in methods.split():
+                app.router.add_route(method, variant, endpoint, expect_handler=_expect)
+        allowed.setdefault(path, []).extend(methods.split())
+    for path, answered in allowed.items():
+        refuse = _refuse_method(path, answered)
+        for variant in dict.fromkeys((path, _flexible(path))):
+            app.router.add_route("*", variant, refuse, expect_handler=_expect)
+
+
+def _flexible(path: str) -> str:
+    first, *rest = path.strip("/").split("/")
+    return f"/{{_:/*}}{first}" + "".join(f"{{_{index}:/+}}{part}" for index, part in enumerate(rest)) + "{_end:/*}"
+
+
+def _refuse_method(path: str, methods: list[str]) -> _Endpoint:
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        allowed = ", ".join(sorted(methods))
+        raise MethodNotAllowed(f"{path} answers {allowed}, not {request.method}", headers={"Allow": allowed})
+
+    return refuse
+
+
+def _middleware(runtime: Runtime) -> Any:
+    """Outermost: who calls, what it cost, and every error as a response. Errors become responses here alone."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: _Endpoint) -> web.StreamResponse:
+        started = time.monotonic()
+        path = normalise(request.rel_url.raw_path)
+        name = f"{request.method} {path if path in ROUTES else 'other'}"
+        with runtime.tracing.request_span(request.headers, name) as trace:
+            fact = Facts(_request_id(request), path, trace)
+            request[FACTS] = fact
+            code = 499
+            try:
+                response = await _answer(request, handler, runtime, fact)
+                code = fact.failed.status if fact.failed is not None else response.status
+                return response
+            except ClientGone:
+                runtime.metrics.disconnected(fact.phase)
+                return web.Response(status=499)  # nobody reads it: the connection is closed
+            except asyncio.CancelledError:
+                if not runtime.stopping:
+                    runtime.metrics.disconnected(fact.phase)
+                raise
+            finally:
+                trace.set({"http.response.status_code": code})
+                runtime.metrics.request_finished(path, fact.group, code, time.monotonic() - started, fact.first_byte)
+
+    return middleware
+
+
+async def _answer(request: web.Request, endpoint: _Endpoint, runtime: Runtime, fact: Facts) -> web.StreamResponse:
+    try:
+        fact.owner = auth.admit(request, runtime.config, fact.path)
+        if request.method == "OPTIONS":
+            return web.Response(status=204, headers=cors.preflight_headers(request.headers))
+        return await endpoint(request)
+    except ProxyError as error:
+        return _error_response(error, fact.path)
+    except web.HTTPException as error:
+        refused = ProxyError(error.text or error.reason)
+        refused.status = error.status
+        return _error_response(refused, fact.path)
+    except (aiohttp.ClientPayloadError, web.RequestPayloadError) as error:
+        return _error_response(BadRequest(f"the body cannot be read: {error}", param="body"), fact.path)
+    except (ClientGone, asyncio.CancelledError):
+        raise
+    except ConnectionError as error:
+        raise ClientGone from error
+    except Exception:
+        logger.exception("a fault of this program: %s %s", request.method, fact.path)
+        return _error_response(
+            ProxyError("a fault of this program; its log has more", code="internal_error"), fact.path
+        )
+
+
+def _error_response(error: ProxyError, path: str) -> web.Response:
+    body = error.anthropic_body() if is_anthropic(path) else error.body()
+    response = web.json_response(body, status=error.status, headers=CIMultiDict(error.headers))
+    if error.status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    if isinstance(error, BodyTooLarge):
+        response.force_close()  # the rest of the body is still on its way
+    return response
+
+
+async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    """On every response, at the last moment before its head is sent."""
+    runtime = request.app[RUNTIME]
+    cors.add_headers(request.headers, response.headers, runtime.config.cors)
+    if (fact := request.get(FACTS)) is not None:
+        response.headers["X-Request-Id"] = fact.id
+        response.headers.update(fact.headers)
+
+
+async def _expect(request: web.Request) -> web.StreamResponse | None:
+    """`Expect: 100-continue` asks before it sends a body: check who asks, and how long the body is, before saying yes."""
+    runtime = request.app[RUNTIME]
+    if request.headers.get("Expect", "").lower() != "100-continue":
+        return None
+    path = normalise(request.rel_url.raw_path)
+    try:
+        auth.admit(request, runtime.config, path)
+        limit = runtime.config.max_body
+        if (request.content_length or 0) > limit:
+            raise BodyTooLarge(f"the body is over max_body, {limit} bytes")
+    except ProxyError as error:
+        response = _error_response(error, path)
+        response.force_close()
+        return response
+    with contextlib.suppress(ConnectionError):
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    return None
+
+
+def _request_id(request: web.BaseRequest) -> str:
+    given = request.headers.get("X-Request-Id", "")
+    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex

@@ -1,0 +1,266 @@
+"""Read a request's whole body before anything else happens, and find the `model` in it.
+
+A body is bounded while it arrives, kept in memory up to 1 MiB and in a temporary file beyond, and forwarded as it
+arrived. Only an alias changes it, and then only the bytes of the model's name: nothing is serialised again.
+"""
+
+import asyncio
+import json
+import tempfile
+import zlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from json.decoder import scanstring  # type: ignore[attr-defined]
+from typing import IO
+
+from aiohttp import StreamReader
+from python_multipart import multipart
+from python_multipart.exceptions import FormParserError
+
+from proxy.errors import BadRequest, BodyTooLarge
+
+_IN_MEMORY = 1 << 20
+_CHUNK = 1 << 18
+_SPACE = " \t\n\r"
+
+
+class Body:
+    """The bytes of one request body. `close` frees its temporary file."""
+
+    def __init__(self, file: IO[bytes], size: int) -> None:
+        self._file = file
+        self.size = size
+
+    @classmethod
+    async def read(cls, stream: StreamReader, limit: int) -> "Body":
+        """Everything that `stream` gives. Raises BodyTooLarge as soon as it is over `limit` bytes.
+
+        Raises what aiohttp raises when the client goes away in the middle.
+        """
+        file = tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY)  # noqa: SIM115 closed by close()
+        size = 0
+        try:
+            while chunk := await stream.readany():
+                size += len(chunk)
+                if size > limit:
+                    raise BodyTooLarge(f"the body is over max_body, {limit} bytes")
+                file.write(chunk)
+        except BaseException:
+            file.close()
+            raise
+        return cls(file, size)
+
+    def content(self) -> bytes:
+        """All of it, in memory."""
+        self._file.seek(0)
+        return self._file.read()
+
+    def payload(self) -> bytes | AsyncIterator[bytes]:
+        """What an HTTP client sends: bytes when small, else pieces read in turn. May be asked for again."""
+        return self.content() if self.size <= _IN_MEMORY else self._pieces()
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        position = 0
+        while position < self.size:
+            self._file.seek(position)
+            piece = await asyncio.to_thread(self._file.read, _CHUNK)
+            position += len(piece)
+            yield piece
+
+    def close(self) -> None:
+        """Free the file. Idempotent."""
+        self._file.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The model that a body names, and where its value lies in the bytes: [start, end)."""
+
+    model: str
+    start: int
+    end: int
+    stream: bool = False
+
+
+async def find_model(body: Body, content_type: str, content_encoding: str, limit: int) -> Found:
+    """The `model` of a JSON or multipart body. Raises BadRequest naming the field; never changes the body.
+
+    Big bodies are parsed in a thread. A compressed body is inflated (to at most `limit` bytes) to be looked at.
+    """
+    kind, _, parameters = content_type.partition(";")
+    kind = kind.strip().lower()
+    find: Callable[[bytes], Found]
+    if kind == "multipart/form-data":
+        boundary = _boundary(parameters)
+
+        def find(data: bytes) -> Found:
+            return _in_multipart(data, boundary)
+    elif kind in ("", "application/json", "text/plain") or kind.endswith("+json"):
+        find = _in_json
+    else:
+        raise BadRequest(f"Content-Type {kind!r} is not one that names a model; send application/json", param="model")
+
+    def look() -> Found:
+        return find(_inflate(body.content(), content_encoding.strip().lower(), limit))
+
+    return await asyncio.to_thread(look) if body.size > _CHUNK else look()
+
+
+def rename_model(body: Body, found: Found, model: str, content_type: str) -> Body:
+    """A copy of the body in which the model's name, and nothing else, is `model`. The old body is closed."""
+    data = body.content()
+    body.close()
+    is_json = not content_type.strip().lower().startswith("multipart/")
+    name = (json.dumps(model) if is_json else model).encode("utf-8")
+    file = tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY)  # noqa: SIM115 closed by close()
+    size = sum(map(file.write, (data[: found.start], name, data[found.end :])))
+    return Body(file, size)
+
+
+def _inflate(data: bytes, encoding: str, limit: int) -> bytes:
+    if encoding in ("", "identity"):
+        return data
+    if encoding not in ("gzip", "x-gzip", "deflate"):
+        raise BadRequest(f"Content-Encoding {encoding!r} cannot be read here; send it plain or as gzip", param="model")
+    inflater = zlib.decompressobj(wbits=47 if encoding.endswith("gzip") else 15)
+    try:
+        plain = inflater.decompress(data, limit + 1)
+    except zlib.error as error:
+        raise BadRequest(f"the body is not valid {encoding}: {error}", param="body") from None
+    if len(plain) > limit:
+        raise BodyTooLarge(f"the inflated body is over max_body, {limit} bytes")
+    if not inflater.eof:
+        raise BadRequest(f"the {encoding} body breaks off before its end", param="body")
+    return plain
+
+
+def _in_json(data: bytes) -> Found:
+    """Walk the top level of a JSON object; the last `model` counts, as in every JSON parser."""
+    if not data.strip():
+        raise BadRequest("the body is empty; it must be a JSON object", param="body")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"the body is not valid UTF-8 at byte {error.start}", param="body") from None
+    decoder = json.JSONDecoder()
+    model: object = None
+    stream: object = False
+    span = (0, 0)
+    try:
+        position = _skip(text, 0)
+        if text[position : position + 1] != "{":
+            raise BadRequest("the body must be a JSON object", param="body")
+        position = _skip(text, position + 1)
+        while text[position : position + 1] != "}":
+            if text[position : position + 1] != '"':
+                raise json.JSONDecodeError("expected a key in double quotes", text, position)
+            key, position = scanstring(text, position + 1, True)
+            position = _skip(text, position)
+            if text[position : position + 1] != ":":
+                raise json.JSONDecodeError("expected ':'", text, position)
+            start = _skip(text, position + 1)
+            value, end = decoder.raw_decode(text, start)
+            if key == "model":
+                model, span = value, (start, end)
+            elif key == "stream":
+                stream = value
+            position = _skip(text, end)
+            if text[position : position + 1] == ",":
+                position = _skip(text, position + 1)
+                if text[position : position + 1] == "}":
+                    raise json.JSONDecodeError("trailing comma", text, position)
+            elif text[position : position + 1] != "}":
+                raise json.JSONDecodeError("expected ',' or '}'", text, position)
+        if _skip(text, position + 1) != len(text):
+            raise json.JSONDecodeError("extra data after the object", text, position + 1)
+    except json.JSONDecodeError as error:
+        raise BadRequest(f"the body is not valid JSON: {error}", param="body") from None
+    except RecursionError:
+        raise BadRequest("the body is nested too deeply", param="body") from None
+    _check(model)
+    start, end = (len(text[:at].encode("utf-8")) for at in span) if not text.isascii() else span
+    return Found(str(model), start, end, stream is True)
+
+
+def _skip(text: str, position: int) -> int:
+    while position < len(text) and text[position] in _SPACE:
+        position += 1
+    return position
+
+
+def _check(model: object) -> None:
+    if model is None:
+        raise BadRequest("the field 'model' is missing; it names the model that answers", param="model")
+    if not isinstance(model, str):
+        raise BadRequest("the field 'model' must be a string", param="model")
+    if not model:
+        raise BadRequest("the field 'model' must not be empty", param="model")
+
+
+def _boundary(parameters: str) -> bytes:
+    _, options = multipart.parse_options_header(f"multipart/form-data;{parameters}")
+    boundary = options.get(b"boundary", b"")
+    if not boundary:
+        raise BadRequest("multipart/form-data needs a boundary in its Content-Type", param="body")
+    return boundary
+
+
+def _in_multipart(data: bytes, boundary: bytes) -> Found:
+    """The form field `model`, wherever it stands; the last one counts."""
+    header: list[bytes] = [b"", b""]
+    fields: dict[bytes, tuple[int, int]] = {}
+    part: dict[bytes, bytes] = {}
+    name: bytes | None = None
+    span: list[int] = [0, 0]
+
+    def header_end() -> None:
+        part[header[0].lower()] = header[1]
+        header[:] = [b"", b""]
+
+    def grow(index: int) -> Callable[[bytes, int, int], None]:
+        def add(chunk: bytes, start: int, end: int) -> None:
+            header[index] += chunk[start:end]
+
+        return add
+
+    def headers_finished() -> None:
+        nonlocal name
+        _, options = multipart.parse_options_header(part.get(b"content-disposition", b""))
+        name = options.get(b"name")
+        part.clear()
+        span[:] = [-1, -1]
+
+    def part_data(_: bytes, start: int, end: int) -> None:
+        if name in (b"model", b"stream"):
+            span[:] = [start if span[0] < 0 else span[0], end]
+
+    def part_end() -> None:
+        if name in (b"model", b"stream"):
+            fields[name] = (max(span[0], 0), max(span[1], 0))
+
+    parser = multipart.MultipartParser(
+        boundary,
+        {
+            "on_header_field": grow(0),
+            "on_header_value": grow(1),
+            "on_header_end": header_end,
+            "on_headers_finished": headers_finished,
+            "on_part_data": part_data,
+            "on_part_end": part_end,
+        },
+    )
+    try:
+        parser.write(data)
+        parser.finalize()
+    except FormParserError as error:
+        raise BadRequest(f"the multipart body is not valid: {error}", param="body") from None
+    if parser.state is not multipart.MultipartState.END:
+        raise BadRequest("the multipart body breaks off before its last boundary", param="body")
+    start, end = fields.get(b"model", (0, 0))
+    try:
+        model = data[start:end].decode("utf-8") if b"model" in fields else None
+    except UnicodeDecodeError:
+        raise BadRequest("the field 'model' is not valid UTF-8", param="model") from None
+    _check(model)
+    stream = data[slice(*fields.get(b"stream", (0, 0)))].strip().lower() == b"true"
+    return Found(str(model), start, end, stream)

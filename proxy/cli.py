@@ -1,0 +1,94 @@
+"""The command line: serve, check, demo, and what belongs to single parts. Exit codes: 0 done, 1 failed, 2 misused."""
+
+import asyncio
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+
+import click
+
+from proxy import __version__, logs
+from proxy import config as configuration
+from proxy.errors import ConfigError, ProxyError
+
+_CONFIG = click.option(
+    "--config", "path", type=click.Path(path_type=Path), default=Path("config.yaml"), show_default=True,
+    help="The configuration file.",
+)  # fmt: skip
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="llama-lease")
+def main() -> None:
+    """A fair lease on one GPU, in front of llama-swap and of any other OpenAI-compatible model server."""
+
+
+@main.command()
+@_CONFIG
+def serve(path: Path) -> None:
+    """Serve until SIGTERM or Ctrl-C; SIGHUP reads the configuration again."""
+    from proxy.serve import serve as run
+
+    settings = _load(path)
+    logs.configure(settings.log.format, level=settings.log.level.upper())
+    try:
+        _run(run(settings))
+    except ConfigError as error:
+        raise click.ClickException(error.message) from None
+    except OSError as error:
+        raise click.ClickException(f"cannot listen on {settings.listen}: {error.strerror or error}") from None
+
+
+@main.command()
+@_CONFIG
+@click.argument("model", required=False)
+@click.argument("request_path", metavar="PATH", required=False)
+def check(path: Path, model: str | None, request_path: str | None) -> None:
+    """Validate a configuration and show where each model goes; with MODEL and PATH, explain one request."""
+    from proxy import check as checks
+
+    settings = _load(path)
+    try:
+        if model is not None:
+            click.echo(checks.explain(settings, model, request_path or "/v1/chat/completions"))
+            return
+        click.echo(asyncio.run(checks.overview(settings)))
+    except ConfigError as error:
+        raise click.ClickException(error.message) from None
+    except ProxyError as error:
+        click.echo(f"{error.status}: {error.message}", err=True)
+        sys.exit(1)
+
+
+@main.command()
+@click.option("--url", default="http://127.0.0.1:9292", show_default=True, help="A running llama-lease.")
+@click.option("--api-key", default="", envvar="LLAMA_LEASE_API_KEY", help="Its key, where it wants one.")
+@click.option("--chat", default="smollm2", show_default=True, help="The chat model.")
+@click.option("--embedding", default="smollm2-embed", show_default=True, help="The embedding model; empty: none.")
+@click.option("--speech", default="hibari", show_default=True, help="The speech model.")
+@click.option("--streams", default=6, show_default=True, type=click.IntRange(1, 100), help="Chat streams.")
+def demo(url: str, api_key: str, chat: str, embedding: str, speech: str, streams: int) -> None:
+    """Overlapping chat streams with a speech request in between: who waits how long, and why that is fair."""
+    from proxy import demo as demos
+
+    try:
+        click.echo(asyncio.run(demos.run(url, api_key, chat, embedding, speech, streams)))
+    except demos.DemoFailed as error:
+        raise click.ClickException(str(error)) from None
+
+
+def _load(path: Path) -> configuration.Config:
+    try:
+        return configuration.load(path)
+    except ConfigError as error:
+        raise click.ClickException(error.message) from None
+
+
+def _run(work: Coroutine[None, None, None]) -> None:
+    """asyncio.run, on uvloop where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(work)
+    else:
+        uvloop.run(work)

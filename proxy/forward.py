@@ -1,0 +1,348 @@
+"""One exchange with an upstream: the request goes out as it came, the answer comes back as it comes.
+
+The caller holds the lease. When `exchange` returns or raises, the exchange is over: the last byte was read, or the
+connection is closed, so that a swapper sees no request in flight.
+
+1. Hop-by-hop headers stay on their hop, both ways. The client's key stays here; the upstream's own is put in.
+2. While nothing was sent to the client, what may pass is waited out: a refused connection and 503 (the model server is
+   starting or loading), a 429 with Retry-After. At most `load_timeout`, counted from the grant; then the model counts
+   as failed for `failed_load_backoff`, and requests for it are refused before they take the lease.
+3. Only the calls to the upstream are translated into UpstreamError: writing to our own client raises the same classes
+   of aiohttp, and a client that hung up is nobody's error.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import aiohttp
+from multidict import CIMultiDict, CIMultiDictProxy
+from yarl import URL
+
+from proxy import sse
+from proxy.body import Body
+from proxy.config import Upstream as UpstreamConfig
+from proxy.errors import ModelUnavailable, ProxyError, UpstreamError, UpstreamTimeout, UpstreamTruncated
+from proxy.relay import ClientStream, KeepAlive
+
+logger = logging.getLogger(__name__)
+
+_HOP_BY_HOP = frozenset(
+    ["connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
+     "transfer-encoding", "upgrade"]
+)  # fmt: skip
+_NOT_FORWARDED = _HOP_BY_HOP | {"host", "authorization", "x-api-key", "content-length", "expect", "x-max-wait"}
+_NOT_RETURNED = _HOP_BY_HOP | {"x-request-id", "server-timing"}
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
+_ERROR_BODY = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A request as it leaves. `target`: path and query as they came; `path`: the normalised path."""
+
+    method: str
+    target: str
+    path: str
+    headers: "CIMultiDict[str]"
+    body: Body | None
+    model: str
+    request_id: str
+    protocol: sse.Protocol = "openai"
+
+
+def session() -> aiohttp.ClientSession:
+    """The client that all upstreams share. Close it at the end."""
+    trace = aiohttp.TraceConfig(SimpleNamespace)
+    trace.on_connection_reuseconn.append(_mark_reused)
+    return aiohttp.ClientSession(
+        # Below the 5 s after which uvicorn closes an idle connection: a request must not meet that moment.
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0, ttl_dns_cache=10),
+        auto_decompress=False,
+        cookie_jar=aiohttp.DummyCookieJar(),
+        timeout=aiohttp.ClientTimeout(total=None),
+        trace_configs=[trace],
+        trust_env=False,
+        skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
+    )
+
+
+async def _mark_reused(_: aiohttp.ClientSession, context: SimpleNamespace, __: object) -> None:
+    if (note := context.trace_request_ctx) is not None:
+        note.reused = True
+
+
+class Upstream:
+    """One model server. `on_error(kind)` counts: connect, timeout, reset, truncated, 5xx, 429."""
+
+    def __init__(
+        self, name: str, config: UpstreamConfig, client: aiohttp.ClientSession, on_error: Callable[[str], None]
+    ) -> None:
+        self.name = name
+        self.config = config
+        self.client = client
+        self._on_error = on_error
+        self._failed: dict[str, tuple[float, str]] = {}
+
+    def refuse_failed(self, model: str) -> None:
+        """Raises ModelUnavailable while the model's last load is known to have failed; call before the lease."""
+        until, why = self._failed.get(model, (0.0, ""))
+        if (left := until - time.monotonic()) > 0:
+            raise ModelUnavailable(
+                f"the model '{model}' did not load a moment ago ({why}); the next try is in {left:.0f} s",
+                param="model",
+                code="model_failed",
+                headers={"Retry-After": str(max(1, round(left)))},
+            )
+        self._failed.pop(model, None)
+
+    async def exchange(
+        self, out: Outgoing, client: ClientStream, keep_alive: KeepAlive, opened: Callable[[], None]
+    ) -> None:
+        """Send the request, relay the answer to its last byte.
+
+        `opened` is called when the first byte of the answer's body is there. Raises UpstreamError, also when the
+        answer has begun (`client.started` tells), and ClientGone.
+        """
+        async with self._answer(out) as answer:
+            await keep_alive.stop()
+            if client.started and not _continues(client, answer):
+                raise await self._late_error(answer)
+            if answer.content_type == "text/event-stream":
+                client.events = sse.EventScanner(out.path)
+            if not client.started:
+                await client.start(answer.status, answer.reason, _head(answer))
+                if client.events is not None:
+                    keep_alive.resume()
+            try:
+                await self._relay(answer, client, keep_alive, opened)
+            finally:
+                await keep_alive.stop()
+
+    async def _relay(
+        self, answer: aiohttp.ClientResponse, client: ClientStream, keep_alive: KeepAlive, opened: Callable[[], None]
+    ) -> None:
+        first = True
+        async for data in self._body(answer):
+            if first:
+                first = False
+                opened()
+                await keep_alive.stop()
+            piece = client.events.feed(data) if client.events else data
+            if piece:
+                await client.write(piece)
+        if client.events is not None:
+            if rest := client.events.rest():
+                await client.write(rest)
+            if not client.events.complete and answer.status == 200:
+                self._on_error("truncated")
+                raise UpstreamTruncated(f"the upstream '{self.name}' ended its stream before the answer was complete")
+
+    @asynccontextmanager
+    async def _answer(self, out: Outgoing) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The head of the answer, after what can be waited out was waited out."""
+        deadline = time.monotonic() + self.config.load_timeout
+        pause = _FIRST_PAUSE
+        while True:
+            note = SimpleNamespace(reused=False)
+            try:
+                answer = await self._send(out, note)
+            except _Refused as error:
+                if time.monotonic() + pause >= deadline:
+                    self._on_error("connect")
+                    self._fail(out.model, "nothing listens there")
+                    raise UpstreamError(f"the upstream '{self.name}' cannot be reached: {error}") from error
+            except _Disconnected as error:
+                # A connection that was kept open and died unused says nothing about the server: once more.
+                if not note.reused:
+                    self._on_error("reset")
+                    raise UpstreamError(
+                        f"the upstream '{self.name}' closed the connection before it answered", code="upstream_reset"
+                    ) from error
+                continue
+            else:
+                pause = max(pause, _retry_after(answer))
+                if not self._passes(answer, time.monotonic() + pause < deadline):
+                    break
+                answer.close()
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, _LONGEST_PAUSE)
+        if answer.status == 503:
+            self._fail(out.model, "it answered 503 for all of load_timeout")
+        if answer.status == 429 or answer.status >= 500:
+            self._on_error("429" if answer.status == 429 else "5xx")
+        try:
+            yield answer
+        finally:
+            answer.close()  # a finished answer has given its connection back already
+
+    def _passes(self, answer: aiohttp.ClientResponse, in_time: bool) -> bool:
+        """True for an answer that says: later."""
+        later = answer.status == 503 or (answer.status == 429 and "Retry-After" in answer.headers)
+        return later and in_time
+
+    async def _send(self, out: Outgoing, note: SimpleNamespace) -> aiohttp.ClientResponse:
+        """One try. Raises _Refused, _Disconnected, UpstreamTimeout, UpstreamError."""
+        timeouts = self.config.timeouts
+        with self._translated():
+            async with asyncio.timeout(timeouts.first_byte):
+                return await self.client.request(
+                    out.method,
+                    URL(self.config.url + out.target, encoded=True),
+                    headers=self._headers(out),
+                    data=out.body.payload() if out.body is not None else None,
+                    allow_redirects=False,
+                    timeout=aiohttp.ClientTimeout(total=None, sock_connect=timeouts.connect),
+                    trace_request_ctx=note,
+                )
+
+    async def _body(self, answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+        """The pieces of the answer as they arrive. Raises UpstreamError when it breaks off or falls silent."""
+        idle = self.config.timeouts.idle
+        while True:
+            try:
+                async with asyncio.timeout(idle):
+                    data = await answer.content.readany()
+            except TimeoutError as error:
+                self._on_error("timeout")
+                message = f"the upstream '{self.name}' sent nothing for {idle:g} s in the middle of its answer"
+                raise UpstreamTimeout(message) from error
+            except (aiohttp.ClientError, ConnectionError) as error:
+                self._on_error("truncated")
+                message = f"the upstream '{self.name}' broke off in the middle of its answer"
+                raise UpstreamTruncated(message) from error
+            if not data:
+                return
+            yield data
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        """aiohttp's exceptions, in our words. Around calls to the upstream only."""
+        try:
+            yield
+        except aiohttp.ConnectionTimeoutError as error:
+            self._on_error("connect")
+            raise UpstreamError(
+                f"the upstream '{self.name}' took longer than {self.config.timeouts.connect:g} s to connect"
+            ) from error
+        except aiohttp.ClientConnectorError as error:
+            raise _Refused(str(error)) from error
+        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionError) as error:
+            raise _Disconnected(str(error)) from error
+        except aiohttp.ClientError as error:
+            self._on_error("reset")
+            raise UpstreamError(f"the upstream '{self.name}' does not speak HTTP as it should: {error}") from error
+        except TimeoutError as error:
+            self._on_error("timeout")
+            raise UpstreamTimeout(
+                f"the upstream '{self.name}' did not begin to answer within {self.config.timeouts.first_byte:g} s"
+            ) from error
+
+    def _headers(self, out: Outgoing) -> "CIMultiDict[str]":
+        headers = sent_headers(out.headers, self.config, out.request_id)
+        if out.body is not None:
+            headers["Content-Length"] = str(out.body.size)
+        return headers
+
+    def count_error(self, kind: str) -> None:
+        """Count one of the kinds of the class's text."""
+        self._on_error(kind)
+
+    async def _late_error(self, answer: aiohttp.ClientResponse) -> ProxyError:
+        """The answer is not the event stream that the client was promised while it waited: say what it is."""
+        body = await answer.content.read(_ERROR_BODY)
+        text = body.decode("utf-8", "replace").strip()
+        message = f"the upstream '{self.name}' answered {answer.status} {answer.reason}: {text[:1000]}"
+        error = UpstreamError(message, code="upstream_error" if answer.status >= 400 else "upstream_not_streaming")
+        error.status = answer.status if answer.status >= 400 else 502
+        return error
+
+    def _fail(self, model: str, why: str) -> None:
+        backoff = self.config.failed_load_backoff
+        if model and backoff > 0:
+            self._failed[model] = (time.monotonic() + backoff, why)
+            logger.warning(
+                "model failed to load upstream=%s model=%s: %s; not tried for %g s", self.name, model, why, backoff
+            )
+
+
+async def fetch(upstream: Upstream, path: str) -> tuple[int, "CIMultiDict[str]", bytes]:
+    """A short answer of an upstream, whole: status, headers, body. Raises UpstreamError."""
+    try:
+        async with upstream.client.get(
+            upstream.config.url + path,
+            headers=sent_headers(CIMultiDict(), upstream.config, ""),
+            timeout=aiohttp.ClientTimeout(total=10),
+        ) as answer:
+            return answer.status, returned_headers(answer.headers), await answer.read()
+    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        raise UpstreamError(f"the upstream '{upstream.name}' cannot be reached: {error}") from error
+
+
+class _Refused(Exception):
+    """Nothing listens at the upstream's address."""
+
+
+class _Disconnected(Exception):
+    """The connection closed before the head of an answer."""
+
+
+def sent_headers(
+    client: "CIMultiDict[str] | CIMultiDictProxy[str]",
+    config: UpstreamConfig,
+    request_id: str,
+    also_not: frozenset[str] = frozenset(),
+) -> "CIMultiDict[str]":
+    """The headers of a client's request that go on to the upstream, and what is put in; `also_not` in lower case."""
+    named = {name.strip().lower() for value in client.getall("Connection", ()) for name in value.split(",")}
+    headers: CIMultiDict[str] = CIMultiDict(
+        (name, value)
+        for name, value in client.items()
+        if (lower := name.lower()) not in _NOT_FORWARDED and lower not in named and lower not in also_not
+    )
+    headers["X-Request-Id"] = request_id
+    if config.api_key:
+        headers["Authorization"] = f"Bearer {config.api_key}"
+    elif config.forward_client_key:
+        headers.update((name, client[name]) for name in ("Authorization", "X-Api-Key") if name in client)
+    return headers
+
+
+def returned_headers(answer_headers: "CIMultiDictProxy[str] | Mapping[str, str]") -> "CIMultiDict[str]":
+    """The headers of an upstream's answer that go on to the client: CORS is ours to decide."""
+    connection = answer_headers.get("Connection", "")
+    named = {name.strip().lower() for name in connection.split(",")}
+    return CIMultiDict(
+        (name, value)
+        for name, value in answer_headers.items()
+        if (lower := name.lower()) not in _NOT_RETURNED
+        and lower not in named
+        and not lower.startswith("access-control-")
+    )
+
+
+def _head(answer: aiohttp.ClientResponse) -> "CIMultiDict[str]":
+    headers = returned_headers(answer.headers)
+    streamed = answer.content_type.startswith("audio/") and "Content-Length" not in headers
+    if streamed or answer.content_type == "text/event-stream":
+        headers.setdefault("X-Accel-Buffering", "no")
+        headers.setdefault("Cache-Control", "no-cache")
+    return headers
+
+
+def _retry_after(answer: aiohttp.ClientResponse) -> float:
+    """Seconds of a Retry-After header, 0 where there is none that is a number."""
+    try:
+        return max(0.0, float(answer.headers.get("Retry-After", "0")))
+    except ValueError:
+        return 0.0
+
+
+def _continues(client: ClientStream, answer: aiohttp.ClientResponse) -> bool:
+    """Whether the answer fits the head that a keep-alive has already sent."""
+    begun: str = client.response.content_type
+    return begun == "application/json" or (answer.status == 200 and answer.content_type == begun)

@@ -1,0 +1,257 @@
+"""The short path of a request: body, plan, lease, then forward or speak. The order is the design.
+
+1. The WHOLE body is read, so that a slow uploader never holds the GPU.
+2. The plan is made; bad input stops here and takes no lease.
+3. The lease is taken before anything is sent, so that no timeout of an upstream runs while the request waits.
+4. The exchange with the upstream, or the synthesis, is over before the lease is released.
+5. What a slow client has not read yet is sent after the lease.
+
+No other module takes a lease, but for what `Runtime.hold_model` gives to speech jobs.
+"""
+
+import contextlib
+import logging
+import math
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from aiohttp import hdrs, web
+from multidict import CIMultiDict
+
+from proxy import body as bodies
+from proxy import facts, sse, websocket
+from proxy.body import Body, Found
+from proxy.classify import Plan, Source, source
+from proxy.errors import BadRequest, ProxyError
+from proxy.facts import Facts
+from proxy.forward import Outgoing
+from proxy.lease import Hold
+from proxy.relay import ClientGone, ClientStream, KeepAlive
+from proxy.runtime import Runtime
+from proxy.speech import SpeechRequest, SpeechStream, parse
+
+logger = logging.getLogger(__name__)
+
+
+class Handler:
+    """Answers every request that is not one of the proxy's own pages."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        """Raises ProxyError until the answer has begun; later errors end the answer."""
+        fact = facts.of(request)
+        if websocket.asks(request):
+            return await self._websocket(request, fact)
+        body = await Body.read(request.content, self._runtime.config.max_body) if request.body_exists else None
+        try:
+            return await self._with_body(request, body, fact)
+        finally:
+            if body is not None:
+                body.close()
+
+    async def _with_body(self, request: web.Request, body: Body | None, fact: Facts) -> web.StreamResponse:
+        where = source(request.method, fact.path)
+        found = None
+        if where is Source.BODY:
+            found = await self._find_model(request, body)
+        named = found.model if found is not None else request.query.get("model")
+        plan = self._plan(request, fact, named, where)
+        if plan.backend is not None:
+            return await self._local(request, body, plan, fact)
+        target = request.rel_url.raw_path_qs
+        if found is not None and body is not None and plan.model != found.model:
+            body = bodies.rename_model(body, found, plan.model, request.headers.get(hdrs.CONTENT_TYPE, ""))
+        elif where is Source.QUERY and plan.model != named:
+            target = str(request.rel_url.update_query(model=plan.model))
+        protocol: sse.Protocol = "anthropic" if is_anthropic(fact.path) else "openai"
+        out = Outgoing(
+            request.method, _clean(target, fact.path), fact.path, CIMultiDict(request.headers), body, plan.model,
+            fact.id, protocol,
+        )  # fmt: skip
+        try:
+            return await self._forward(request, out, plan, fact, stream=found is not None and found.stream)
+        finally:
+            if body is not None:
+                body.close()
+
+    async def _find_model(self, request: web.Request, body: Body | None) -> Found:
+        if body is None or body.size == 0:
+            raise BadRequest("the body is empty; it must name a 'model'", param="body")
+        return await bodies.find_model(
+            body,
+            request.headers.get(hdrs.CONTENT_TYPE, ""),
+            request.headers.get(hdrs.CONTENT_ENCODING, ""),
+            self._runtime.config.max_body,
+        )
+
+    def _plan(self, request: web.Request, fact: Facts, model: str | None, where: Source) -> Plan:
+        known = self._runtime.canonical
+        plan = self._runtime.classifier.plan(request.method, fact.path, model, where=where, known=known)
+        fact.group, fact.model = plan.group, plan.model
+        return plan
+
+    # -- the lease ----------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def _hold(self, request: web.Request, plan: Plan, fact: Facts) -> AsyncIterator[Hold | None]:
+        """The lease of a plan, with what is known about it written down; None for what takes none."""
+        await self._runtime.before_lease(plan)
+        if plan.mode is None:
+            fact.phase = "upstream"
+            yield None
+            return
+        trace = fact.trace
+        with contextlib.ExitStack() as waiting:
+            waiting.enter_context(trace.queue({"llama_lease.mode": str(plan.mode)}))
+            async with self._runtime.hold(plan, fact.id, max_wait(request)) as hold:
+                waiting.close()
+                fact.waited = hold.waited
+                fact.phase = "upstream"
+                fact.headers["Server-Timing"] = f"lease;dur={hold.waited * 1000:.1f}"
+                yield hold
+
+    # -- forward ------------------------------------------------------------------------------------------------
+
+    async def _forward(
+        self, request: web.Request, out: Outgoing, plan: Plan, fact: Facts, *, stream: bool
+    ) -> web.StreamResponse:
+        assert plan.upstream is not None
+        runtime = self._runtime
+        upstream = runtime.upstreams[plan.upstream]
+        client = ClientStream(request)
+        keep_alive = self._keep_alive(client, plan, out, stream=stream)
+        try:
+            async with keep_alive, self._hold(request, plan, fact) as hold:
+                opened = _on_first_byte(fact, hold)
+                try:
+                    with fact.trace.upstream(out.headers, {"llama_lease.upstream": upstream.name}):
+                        await upstream.exchange(out, client, keep_alive, opened)
+                finally:
+                    runtime.ticket_log.answered(fact.id, client.sent)
+            return await client.finish()
+        except ProxyError as error:
+            if not client.started:
+                raise
+            await client.fail(error, out.protocol)
+            fact.failed = error
+            return client.response
+        finally:
+            client.close()
+            self._count_beats(keep_alive)
+
+    def _keep_alive(self, client: ClientStream, plan: Plan, out: Outgoing, *, stream: bool) -> KeepAlive:
+        """What a client gets to read while it waits; by default nothing but for event streams."""
+        kind: sse.BeatKind = "off"
+        group = self._runtime.config.groups.get(plan.group)
+        if group is not None and plan.mode is not None and out.method == "POST":
+            if stream and group.heartbeat != "off":
+                kind = "comment"
+                if out.protocol == "anthropic":
+                    kind = "ping"
+                elif group.heartbeat == "chunk" and out.path.endswith("/chat/completions"):
+                    kind = "chunk"
+            elif not stream and group.pad_json and out.path.startswith("/v1/"):
+                kind = "space"
+        if kind == "off":
+            return KeepAlive(client, kind, grace=0, interval=0)
+        lease = self._runtime.config.leases[self._runtime.lease_of(plan).name]
+        return KeepAlive(client, kind, grace=lease.heartbeat, interval=lease.heartbeat_interval, model=plan.model)
+
+    async def _websocket(self, request: web.Request, fact: Facts) -> web.StreamResponse:
+        model, where = request.query.get("model"), source(request.method, fact.path)
+        if where is Source.NOWHERE and model:
+            where = Source.QUERY
+        plan = self._plan(request, fact, model, where)
+        if plan.upstream is None:
+            raise BadRequest(f"the model '{plan.model}' has no websocket", param="model")
+        upstream = self._runtime.upstreams[plan.upstream]
+        target = _clean(request.rel_url.raw_path_qs, fact.path)
+        async with self._hold(request, plan, fact) as hold:
+            return await websocket.relay(request, upstream, target, fact.id, hold)
+
+    # -- speech -------------------------------------------------------------------------------------------------
+
+    async def _local(self, request: web.Request, body: Body | None, plan: Plan, fact: Facts) -> web.StreamResponse:
+        """A request for a model that lives in this process."""
+        assert plan.backend is not None
+        if fact.path != "/v1/audio/speech" or body is None:
+            raise BadRequest(f"the model '{plan.model}' speaks: it answers POST /v1/audio/speech only", param="model")
+        speech = parse(body.content(), self._runtime.speech_settings)
+        body.close()
+        backend = self._runtime.backend(plan.backend)
+        settings = self._runtime.speech_settings
+        stream = SpeechStream(request, speech, backend, settings, listener=self._runtime.metrics)
+        async with stream:
+            return await self._speak(request, speech, stream, plan, fact)
+        return stream.response  # it broke off, and the stream has ended it
+
+    async def _speak(
+        self, request: web.Request, speech: SpeechRequest, stream: SpeechStream, plan: Plan, fact: Facts
+    ) -> web.StreamResponse:
+        client = ClientStream(request)
+        kind: sse.BeatKind = "comment" if speech.stream_format == "sse" else "off"
+        lease = self._runtime.config.leases[self._runtime.lease_of(plan).name]
+        keep_alive = KeepAlive(client, kind, grace=lease.heartbeat, interval=lease.heartbeat_interval)
+        try:
+            async with keep_alive, self._hold(request, plan, fact) as hold:
+                await keep_alive.stop()
+                with fact.trace.speech({"llama_lease.backend": plan.backend or ""}):
+                    await stream.produce(_on_first_byte(fact, hold), client.response if client.started else None)
+        except ProxyError as error:
+            if stream.began or not client.started:
+                raise
+            await client.fail(error, "openai")
+            fact.failed = error
+            return client.response
+        finally:
+            self._count_beats(keep_alive)
+        response = await stream.finish()
+        fact.failed = stream.error
+        if stream.outcome == "client":
+            raise ClientGone
+        return response
+
+    def _count_beats(self, keep_alive: KeepAlive) -> None:
+        for _ in range(keep_alive.beats):
+            self._runtime.metrics.heartbeat(keep_alive.kind)
+
+
+def _on_first_byte(fact: Facts, hold: Hold | None) -> Callable[[], None]:
+    """What to call when the answer begins: made at the grant."""
+    granted = time.monotonic()
+
+    def opened() -> None:
+        fact.phase = "streaming"
+        fact.first_byte = time.monotonic() - granted
+        if hold is not None:
+            hold.opened()
+
+    return opened
+
+
+def is_anthropic(path: str) -> bool:
+    """Whether a normalised path speaks Anthropic's protocol."""
+    return path.startswith(("/v1/messages", "/v/messages"))
+
+
+def max_wait(request: web.BaseRequest) -> float | None:
+    """The X-Max-Wait header, in seconds; None without one. Raises BadRequest."""
+    value = request.headers.get("X-Max-Wait")
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not seconds >= 0:
+        raise BadRequest(f"X-Max-Wait must be a number of seconds, not {value!r}", param="X-Max-Wait")
+    return seconds
+
+
+def _clean(target: str, path: str) -> str:
+    """Path and query for the upstream: the normalised path, the query as it came."""
+    _, mark, query = target.partition("?")
+    return path + mark + query

@@ -1,0 +1,213 @@
+"""Our side of one answer: written as it comes, whatever the client's pace, and ended so that the client understands.
+
+1. `write` never waits for the client. What its connection does not take at once is spooled, in memory and then in a
+   temporary file, so the lease ends with the upstream's last byte; `finish` waits for the client, after the lease.
+2. Nothing may be sent for long while a request waits: `KeepAlive` commits to an event stream after a grace, so that
+   cheap refusals keep their status, and then sends what each protocol ignores.
+3. An answer that breaks off is never ended properly: an error event where there is a place for one, then the
+   connection is cut. Both OpenAI SDKs take a clean end without `[DONE]` for a short success.
+"""
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Self
+
+from aiohttp import web
+from multidict import CIMultiDict
+
+from proxy import sse
+from proxy.errors import ProxyError
+from proxy.spool import Closed, Spool
+
+logger = logging.getLogger(__name__)
+
+_SOCKET_BUFFER = 1 << 20
+_SPOOL_LIMIT = 1 << 28
+_STALL = 600.0
+
+JSON_HEAD: Mapping[str, str] = {"Content-Type": "application/json"}
+
+
+class ClientGone(Exception):
+    """The client's connection is closed. Nobody's error."""
+
+
+class ClientStream:
+    """The response to one request. Not started until `start`; then `write`...; then one of `finish`, `fail`, `cut`."""
+
+    def __init__(self, request: web.Request) -> None:
+        self._request = request
+        self._response: web.StreamResponse | None = None
+        self._spool: Spool | None = None
+        self._drain: asyncio.Task[None] | None = None
+        self.sent = 0
+        """Bytes of the answer, keep-alives not counted."""
+        self.failure: ProxyError | None = None
+        self.events: sse.EventScanner | None = None
+        """Watches the answer where it is an event stream."""
+
+    @property
+    def started(self) -> bool:
+        """The status line is sent: errors can no longer change it."""
+        return self._response is not None
+
+    @property
+    def response(self) -> web.StreamResponse:
+        """The response; only once started."""
+        assert self._response is not None
+        return self._response
+
+    async def start(self, status: int, reason: str | None, headers: "CIMultiDict[str] | Mapping[str, str]") -> None:
+        """Send the head. Raises ClientGone."""
+        response = web.StreamResponse(status=status, reason=reason, headers=CIMultiDict(headers))
+        if (transport := self._request.transport) is None:
+            raise ClientGone
+        transport.set_write_buffer_limits(high=_SOCKET_BUFFER)
+        self._response = response
+        try:
+            await response.prepare(self._request)
+        except ConnectionError as error:
+            raise ClientGone from error
+
+    async def write(self, data: bytes, *, answer: bool = True) -> None:
+        """Send, or keep for a slow client. Raises ClientGone; never waits for the client."""
+        if answer:
+            self.sent += len(data)
+        if self._spool is None:
+            transport = self._request.transport
+            if transport is None or transport.is_closing():
+                raise ClientGone
+            # Below the high-water mark aiohttp's write does not wait either.
+            if transport.get_write_buffer_size() + len(data) < _SOCKET_BUFFER - 1024:
+                try:
+                    await self.response.write(data)
+                except ConnectionError as error:
+                    raise ClientGone from error
+                return
+            self._spool = Spool(limit=_SPOOL_LIMIT)
+            self._drain = asyncio.create_task(self._send_spooled(self._spool))
+        if self._drain is not None and self._drain.done():
+            raise ClientGone
+        if self._spool.size + len(data) > _SPOOL_LIMIT:
+            logger.warning("a client is %d bytes behind; its connection is cut", self._spool.size)
+            self.abort()
+            raise ClientGone
+        self._spool.put(data)
+
+    async def finish(self) -> web.StreamResponse:
+        """Wait until the client has everything. Raises ClientGone."""
+        try:
+            if self._spool is not None and self._drain is not None:
+                self._spool.finish()
+                await self._drain
+            await self.response.write_eof()
+        except (ConnectionError, Closed, TimeoutError) as error:
+            self.abort()
+            raise ClientGone from error
+        finally:
+            self.close()
+        return self.response
+
+    async def fail(self, error: ProxyError, protocol: sse.Protocol) -> None:
+        """End a started answer with an error: an event where the answer is an event stream, then the cut."""
+        self.failure = error
+        try:
+            if self.response.content_type == "text/event-stream":
+                separator = self.events.separator if self.events else b""
+                await self.write(separator + sse.error_event(error, protocol), answer=False)
+            if self._spool is not None and self._drain is not None:
+                self._spool.finish()
+                await self._drain
+        except (ClientGone, ConnectionError, Closed, TimeoutError):
+            pass  # the one to be told has gone
+        self.cut()
+
+    def cut(self) -> None:
+        """Close the connection after what was written, without the end that would make the answer look whole."""
+        self.close()
+        if (transport := self._request.transport) is not None:
+            # HTTP/1.0 has no chunks: there only a reset tells.
+            if self._request.version >= (1, 1):
+                transport.close()
+            else:
+                transport.abort()
+
+    def abort(self) -> None:
+        """Close the connection now; what was not sent is dropped."""
+        self.close()
+        if (transport := self._request.transport) is not None:
+            transport.abort()
+
+    def close(self) -> None:
+        """Free the spool. Idempotent."""
+        if self._drain is not None:
+            self._drain.cancel()
+        if self._spool is not None:
+            self._spool.close()
+
+    async def _send_spooled(self, spool: Spool) -> None:
+        while (data := await spool.take()) is not None:
+            async with asyncio.timeout(_STALL):
+                await self.response.write(data)
+
+
+class KeepAlive:
+    """While its block runs and `stop` was not called: after `grace` seconds the head, then something every `interval`.
+
+    kind: "comment" (SSE), "ping" (/v1/messages), "chunk" (an empty chat.completion.chunk, for clients whose clocks
+    only parsed chunks reset), "space" (JSON: leading white space), "off".
+    """
+
+    def __init__(
+        self, client: ClientStream, kind: sse.BeatKind, *, grace: float, interval: float, model: str = ""
+    ) -> None:
+        self._client = client
+        self.kind = kind
+        self._grace, self._interval = grace, interval
+        self._model = model
+        self._stopped = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.beats = 0
+
+    async def __aenter__(self) -> Self:
+        self._begin(self._grace)
+        return self
+
+    def resume(self) -> None:
+        """Beat again, an interval from now: the head of the answer is there, its first byte is not."""
+        self._begin(self._interval)
+
+    def _begin(self, wait: float) -> None:
+        if self.kind != "off":
+            self._stopped.clear()
+            self._task = asyncio.create_task(self._run(wait))
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Returns when nothing more will be written; to be called before the first real byte. Idempotent."""
+        if self._task is not None:
+            self._stopped.set()  # not a cancellation: that could cut a head in two
+            task, self._task = self._task, None
+            await task
+
+    async def _run(self, wait: float) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(wait):
+                    await self._stopped.wait()
+                return
+            except TimeoutError:
+                wait = self._interval
+            try:
+                if not self._client.started:
+                    await self._client.start(200, None, JSON_HEAD if self.kind == "space" else sse.headers())
+                await self._client.write(sse.beat(self.kind, self._model), answer=False)
+                self.beats += 1
+            except ClientGone:
+                return  # its handler is being cancelled

@@ -1,0 +1,272 @@
+"""What one configuration brings to life: leases, upstreams, the servers started for them, backends, metrics.
+
+Handlers get one Runtime and ask it; a reload changes what is inside and keeps whoever waits or runs in place.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import backends
+from backends.api import SpeechBackend
+from backends.errors import BackendError
+from proxy import forward
+from proxy.children import Child, expand
+from proxy.classify import Classifier, Plan
+from proxy.config import Config, LeaseConfig
+from proxy.config import Upstream as UpstreamConfig
+from proxy.errors import ConfigError, LeaseClosed, ModelUnavailable, NotFound
+from proxy.forward import Upstream
+from proxy.lease import Hold, Lease, LeaseSettings
+from proxy.line import Ticket
+from proxy.metrics import Known, Metrics
+from proxy.speech_request import SpeechSettings
+from proxy.ticketlog import TicketLog
+from proxy.tracing import Tracing, TracingSettings, build_tracing
+
+logger = logging.getLogger(__name__)
+
+ROUTES = frozenset(
+    ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings", "/v1/rerank",
+     "/v1/audio/speech", "/v1/audio/transcriptions", "/v1/audio/voices", "/v1/audio/speech/jobs",
+     "/v1/images/generations", "/v1/models", "/lease"]
+)  # fmt: skip
+"""The values of the metrics' label `route`; every other path counts as "other"."""
+
+
+class Runtime:
+    """Build with a checked configuration, `start` inside the event loop, `apply` others, `stop` once."""
+
+    def __init__(self, config: Config) -> None:
+        """Create everything that does not need an event loop. Raises ConfigError: a backend's options, say."""
+        self.config = config
+        self.classifier = Classifier(config)
+        self.metrics = Metrics(known_names(config))
+        self.ticket_log = TicketLog()
+        self.tracing: Tracing = build_tracing(TracingSettings(config.tracing.endpoint, config.tracing.service_name))
+        self.leases: dict[str, Lease] = {}
+        self.upstreams: dict[str, Upstream] = {}
+        self.children: dict[str, Child] = {}
+        self.backends = create_backends(config)
+        self.stopping = False
+        self._loads: dict[str, asyncio.Lock] = {}
+        self._background: set[asyncio.Task[None]] = set()
+
+    async def start(self) -> None:
+        """Open the client session and start the servers of `command`. Does not wait until they are healthy."""
+        self.client = forward.session()
+        self._bring_up(self.config)
+
+    async def drain(self) -> None:
+        """Refuse new requests and those that wait; let those that run finish within drain_timeout."""
+        self.stopping = True
+        for lease in self.leases.values():
+            lease.close()
+        drained = await asyncio.gather(*(lease.drain(self.config.drain_timeout) for lease in self.leases.values()))
+        if not all(drained):
+            logger.warning("some requests were still running after drain_timeout, %g s", self.config.drain_timeout)
+
+    async def stop(self) -> None:
+        """Take everything down; `drain` comes first where requests may run."""
+        self.stopping = True
+        for lease in self.leases.values():
+            lease.close()
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        await asyncio.gather(*(child.stop() for child in self.children.values()))
+        await self.client.close()
+        for backend in self.backends.values():
+            await asyncio.to_thread(backend.close)
+        await self.tracing.close()
+
+    def apply(self, config: Config) -> None:
+        """Change to another configuration. Raises ConfigError before anything is changed."""
+        fresh = create_backends(config, keep=self.backends, old=self.config)
+        for name, upstream in config.upstreams.items():
+            if upstream.command:
+                _command(name, upstream)
+        for key in ("listen", "data_dir", "tracing"):
+            if getattr(config, key) != getattr(self.config, key):
+                logger.warning("%s has changed; that takes effect at the next start", key)
+        gone = {name: backend for name, backend in self.backends.items() if fresh.get(name) is not backend}
+        self.config, self.classifier = config, Classifier(config)
+        self.backends = fresh
+        self.metrics.reconfigure(known_names(config))
+        self._bring_up(config)
+        for backend in gone.values():
+            self._in_background(asyncio.to_thread(backend.close))
+
+    @property
+    def speech_settings(self) -> SpeechSettings:
+        """The configuration's rules for one speech request."""
+        speech = self.config.speech
+        return SpeechSettings(voice=speech.voice, voices=speech.voices, max_input=speech.max_input)
+
+    def canonical(self, model: str) -> str:
+        """The id of a model that an upstream's own configuration knows under this name, too."""
+        return model
+
+    # -- one request --------------------------------------------------------------------------------------------
+
+    def lease_of(self, plan: Plan) -> Lease:
+        """The lease that a plan's place lives under."""
+        if plan.backend is not None:
+            return self.leases[self.config.backends[plan.backend].lease]
+        assert plan.upstream is not None
+        return self.leases[self.config.upstreams[plan.upstream].lease]
+
+    def hold(self, plan: Plan, request_id: str, max_wait: float | None = None) -> Hold:
+        """The hold for a plan that takes a lease."""
+        if self.stopping:
+            raise LeaseClosed
+        assert plan.mode is not None
+        limit = self.config.upstreams[plan.upstream].max_in_flight if plan.upstream else None
+        return self.lease_of(plan).hold(
+            id=request_id, model=plan.model, group=plan.group, mode=plan.mode, limit=limit, max_wait=max_wait
+        )
+
+    async def before_lease(self, plan: Plan) -> None:
+        """What must not be waited for with the lease in hand. Raises ModelUnavailable and UpstreamError."""
+        if plan.upstream is None:
+            return
+        upstream = self.upstreams[plan.upstream]
+        upstream.refuse_failed(plan.model)
+        if (child := self.children.get(plan.upstream)) is not None and not child.healthy:
+            await child.ready(upstream.config.load_timeout)
+
+    def backend(self, name: str) -> SpeechBackend:
+        """A backend by its name in the configuration."""
+        try:
+            return self.backends[name]
+        except KeyError:
+            raise NotFound(f"no backend is named '{name}'") from None
+
+    async def load_backend(self, name: str) -> SpeechBackend:
+        """The backend with its weights loaded. Raises ModelUnavailable."""
+        backend = self.backend(name)
+        async with self._loads.setdefault(name, asyncio.Lock()):
+            if not backend.loaded:
+                started = time.monotonic()
+                try:
+                    await asyncio.to_thread(backend.load)
+                except BackendError as error:
+                    raise ModelUnavailable(f"the backend '{name}' cannot run: {error}") from error
+                logger.info("backend loaded name=%s seconds=%.1f", name, time.monotonic() - started)
+        return backend
+
+    @asynccontextmanager
+    async def hold_model(self, model: str, request_id: str) -> AsyncIterator[Hold]:
+        """The lease for work that no client waits for on a connection: a slice of a speech job."""
+        plan = self.classifier.plan("POST", "/v1/audio/speech", model)
+        await self.before_lease(plan)
+        async with self.hold(plan, request_id) as hold:
+            yield hold
+
+    # -- building -----------------------------------------------------------------------------------------------
+
+    def _bring_up(self, config: Config) -> None:
+        for name, section in config.leases.items():
+            settings = lease_settings(section)
+            if name in self.leases:
+                self.leases[name].reconfigure(settings, None)
+            else:
+                listeners = (self.metrics.on_lease_event, self.ticket_log.on_lease_event)
+                self.leases[name] = Lease(name, settings, listeners=listeners, prepare=self._prepare)
+        upstreams: dict[str, Upstream] = {}
+        children: dict[str, Child] = {}
+        for name, server in config.upstreams.items():
+            known = self.upstreams.get(name)
+            same = known is not None and known.config == server
+            upstreams[name] = known if known is not None and same else self._upstream(name, server)
+            if server.command:
+                child = self.children.get(name)
+                if child is None or not same:
+                    child = Child(name, _command(name, server), server.url, server.health, self.client)
+                children[name] = child
+        stale = [child for name, child in self.children.items() if children.get(name) is not child]
+        new = [child for name, child in children.items() if self.children.get(name) is not child]
+        self.upstreams, self.children = upstreams, children
+        if stale:
+            self._in_background(self._replace(stale, new))  # they may want the same port
+        else:
+            for child in new:
+                child.start()
+
+    async def _replace(self, stale: list[Child], new: list[Child]) -> None:
+        await asyncio.gather(*(child.stop() for child in stale))
+        for child in new:
+            child.start()
+
+    def _upstream(self, name: str, section: UpstreamConfig) -> Upstream:
+        return Upstream(name, section, self.client, lambda kind: self.metrics.upstream_error(name, kind))
+
+    async def _prepare(self, ticket: Ticket) -> None:
+        """After a grant: a backend's weights are loaded under the lease."""
+        group = self.config.groups.get(ticket.group)
+        if group is not None and group.backend is not None:
+            await self.load_backend(group.backend)
+
+    def _in_background(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+def create_backends(
+    config: Config, keep: dict[str, SpeechBackend] | None = None, old: Config | None = None
+) -> dict[str, SpeechBackend]:
+    """The configuration's backends, not loaded; those of `keep` whose section is as in `old` stay the same objects.
+
+    Raises ConfigError naming the option that is wrong.
+    """
+    made: dict[str, SpeechBackend] = {}
+    for name, section in config.backends.items():
+        if keep is not None and old is not None and name in keep and old.backends.get(name) == section:
+            made[name] = keep[name]
+            continue
+        try:
+            made[name] = backends.create(section.kind, name, dict(section.options), data_dir(config))
+        except BackendError as error:
+            param = getattr(error, "param", "")
+            raise ConfigError(f"{config.path}: backends.{name}.{param}: {error}") from error
+    return made
+
+
+def data_dir(config: Config) -> Path:
+    """Where voices and jobs are kept."""
+    return config.resolve(config.data_dir)
+
+
+def lease_settings(section: LeaseConfig) -> LeaseSettings:
+    """The part of a lease's section that the lease itself needs."""
+    names = {field.name for field in dataclasses.fields(LeaseSettings)}
+    return LeaseSettings(**{name: value for name, value in section if name in names})
+
+
+def known_names(config: Config) -> Known:
+    """The names that may become label values."""
+
+    def lease(group_name: str) -> str:
+        group = config.groups[group_name]
+        place = config.upstreams[group.upstream] if group.upstream else config.backends[group.backend or ""]
+        return place.lease
+
+    return Known(
+        leases={name: section.max_hold for name, section in config.leases.items()},
+        groups={name: (lease(name), str(group.mode)) for name, group in config.groups.items()},
+        upstreams=frozenset(config.upstreams),
+        backends=frozenset(config.backends),
+        routes=ROUTES,
+    )
+
+
+def _command(name: str, section: UpstreamConfig) -> list[str]:
+    try:
+        return expand(section.command, section.url)
+    except ConfigError as error:
+        raise ConfigError(f"upstreams.{name}.{error.message}") from None

@@ -1,0 +1,100 @@
+"""What the proxy tells about itself: health, the lease, metrics, the models."""
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+from aiohttp import web
+
+from proxy import auth, forward, models
+from proxy.errors import NotFound
+from proxy.runtime import Runtime
+
+Endpoint = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def routes(runtime: Runtime) -> Iterator[tuple[str, str, Endpoint]]:
+    """(methods, path, endpoint) of the proxy's own pages."""
+    status = Status(runtime)
+    yield "GET HEAD", "/health", status.health
+    yield "GET HEAD", "/ready", status.ready
+    yield "GET HEAD", "/metrics", status.metrics
+    yield "GET", "/metrics/upstream/{name}", status.upstream_metrics
+    yield "GET HEAD", "/lease", status.lease
+    yield "DELETE", "/lease/{id}", status.cancel
+    yield "GET HEAD", "/v1/models", status.models
+    yield "GET HEAD", "/models", status.models
+    yield "GET HEAD", "/v1/models/{model:.+}", status.model
+
+
+class Status:
+    """The endpoints; each reads state and takes no lease."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    async def health(self, _: web.Request) -> web.StreamResponse:
+        """The process is alive."""
+        return web.json_response({"status": "ok"})
+
+    async def ready(self, _: web.Request) -> web.StreamResponse:
+        """Whether every upstream answers: 200 or 503, each by name."""
+        runtime = self._runtime
+        answers = await asyncio.gather(*(models.reachable(upstream) for upstream in runtime.upstreams.values()))
+        upstreams = dict(zip(runtime.upstreams, answers, strict=True))
+        ready = all(answers) and not runtime.stopping
+        body = {
+            "status": "ready" if ready else "not_ready",
+            "upstreams": {name: "reachable" if up else "unreachable" for name, up in upstreams.items()},
+            "backends": {
+                name: "loaded" if backend.loaded else "unloaded" for name, backend in runtime.backends.items()
+            },
+        }
+        return web.json_response(body, status=200 if ready else 503)
+
+    async def lease(self, _: web.Request) -> web.StreamResponse:
+        """Who holds each lease, who waits for it, since when and in which position."""
+        leases = {name: dataclasses.asdict(lease.snapshot()) for name, lease in self._runtime.leases.items()}
+        return web.json_response({"leases": leases})
+
+    async def cancel(self, request: web.Request) -> web.StreamResponse:
+        """Take a waiting or running request out; for administrators."""
+        auth.check_key(request.headers, self._runtime.config, admin=True)
+        id = request.match_info["id"]
+        if not any(lease.cancel(id) for lease in self._runtime.leases.values()):
+            raise NotFound(f"no request '{id}' waits or runs", param="id")
+        return web.json_response({"id": id, "cancelled": True})
+
+    async def metrics(self, _: web.Request) -> web.StreamResponse:
+        """Everything that Prometheus wants to know."""
+        body, content_type = self._runtime.metrics.render()
+        return web.Response(body=body, headers={"Content-Type": content_type})
+
+    async def upstream_metrics(self, request: web.Request) -> web.StreamResponse:
+        """An upstream's own /metrics, which our path hides."""
+        upstream = self._runtime.upstreams.get(request.match_info["name"])
+        if upstream is None:
+            known = ", ".join(self._runtime.upstreams) or "none"
+            raise NotFound(f"no upstream has that name; there are: {known}", param="name")
+        status, headers, body = await forward.fetch(upstream, "/metrics")
+        return web.Response(status=status, headers=headers, body=body)
+
+    async def models(self, _: web.Request) -> web.StreamResponse:
+        """The merged list; upstreams that could not be asked are named in a header."""
+        listed, down = await self._merged()
+        return web.json_response(listed, headers={"X-Unavailable-Upstreams": ", ".join(down)} if down else {})
+
+    async def model(self, request: web.Request) -> web.StreamResponse:
+        """One entry of the list."""
+        wanted = request.match_info["model"]
+        listed, _ = await self._merged()
+        for model in listed["data"]:
+            if model["id"] == wanted:
+                return web.json_response(model)
+        raise NotFound(f"the model '{wanted}' does not exist here", param="model", code="model_not_found")
+
+    async def _merged(self) -> tuple[dict[str, Any], list[str]]:
+        runtime = self._runtime
+        local = [(model, group.backend) for model, _, group in runtime.classifier.models() if group.backend is not None]
+        return await models.merged(runtime.upstreams, local, runtime.config.aliases)
