@@ -1,5 +1,7 @@
 """When a piece of speech is due. Prompt and emitted tokens end at a chunk of 25 together."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -75,7 +77,7 @@ def test_steps_meet_chunks_and_cover_every_token(prompt_tokens: int, first_hop: 
     assert schedule.finished
     assert [step.final for step in steps] == [False] * (len(steps) - 1) + [True] * bool(total)
     assert not steps or steps[-1].num_tokens == total
-    for step, after in zip(steps, steps[1:], strict=False):
+    for step, after in itertools.pairwise(steps):
         assert (prompt_tokens + after.token_offset) % CHUNK_TOKENS == 0
         assert after.token_offset == step.num_tokens - LOOK_AHEAD
 
