@@ -1,0 +1,89 @@
+"""Who waits how long for one GPU: llama-swap's order alone, and llama-lease in front of it (fifo, phases, patience).
+
+`python -m bench.contention [--json PATH] [--quick] [--plot [PATH]]`. FakeSwapper follows llama-swap's rules; the
+load goes over HTTP in real time at 1:20. With --plot only the picture is made (docs/contention.svg).
+"""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench import _scenarios
+from bench._common import Report, Target, options, percentile
+from bench._scenarios import KINDS, POLICIES, SPEED, Arrival, Played, Policy, Scenario, letters, overlapping, play
+
+GIVE_UP = (5, 60, 120)
+COLUMNS = ("order", "requests for", "mean", "p50", "p95", "longest", "loads", "makespan",
+           *(f"lost to {s} s" for s in GIVE_UP))  # fmt: skip
+HTTP_ALLOWANCE = 0.050 * SPEED
+"""50 ms of the wall's clock, on the fake's: what HTTP and the event loops may add to a wait."""
+
+Runs = dict[str, list[Played]]
+
+
+async def rounds(scenario: Scenario, policies: Sequence[Policy], count: int) -> Runs:
+    """Play a scenario `count` times under each policy, in alternating order."""
+    runs: Runs = {policy.name: [] for policy in policies}
+    for number in range(count):
+        for policy in policies[:: 1 if number % 2 == 0 else -1]:
+            runs[policy.name].append(await play(scenario, policy))
+    return runs
+
+
+def rows(runs: Runs) -> list[tuple[object, ...]]:
+    """A table row for each order and kind of request; all rounds together."""
+    found: list[tuple[object, ...]] = []
+    for name, played in runs.items():
+        models = sorted({o.arrival.model for run in played for o in run.outcomes}, key="qvtabc".index)
+        for model in [*models, None] if len(models) > 1 else models:
+            waits = [wait for run in played for wait in run.waits(model)]
+            lost = [sum(wait > limit for wait in waits) / len(waits) for limit in GIVE_UP]
+            last = percentile([float(len(run.loads)) for run in played], 0.5), max(run.makespan for run in played)
+            found.append(
+                (name, KINDS[model] if model else "all", sum(waits) / len(waits), percentile(waits, 0.5),
+                 percentile(waits, 0.95), max(waits), *last, *(f"{share:.0%}" for share in lost))
+            )  # fmt: skip
+    return found
+
+
+def worst_against_bound(played: Sequence[Played], model: str, load: float) -> float:
+    """The largest of (wait - HTTP's allowance) / (rest of the longest stream that ran when it came + load)."""
+    ratios = []
+    for run in played:
+        for outcome in run.outcomes:
+            if outcome.arrival.model == model:
+                rest = max(
+                    (o.ended - outcome.sent for o in run.outcomes if o.served <= outcome.sent < o.ended), default=0.0
+                )
+                ratios.append((outcome.wait - HTTP_ALLOWANCE) / (rest + load))
+    return max(ratios)
+
+
+def lost(played: Sequence[Played], limit: float) -> int:
+    """Requests that a client who gives up after `limit` seconds would have lost."""
+    return sum(wait > limit for run in played for wait in run.waits())
+
+
+async def measure(quick: bool) -> Report:
+    """Play everything. Returns what was found."""
+    report = Report("contention", "Who waits how long for one GPU", quick)
+    seconds, count = (12.0, 1) if quick else (105.0, 2)
+    phases, alone = POLICIES[2].name, POLICIES[0].name
+    policies = (POLICIES[0], POLICIES[2]) if quick else POLICIES
+    for model in ("t", "v"):
+        scenario = overlapping(model, seconds, (5.0,) if quick else (8.0, 32.0))
+        runs = await rounds(scenario, policies, count)
+        report.add_table(f"{scenario.name} (seconds)", COLUMNS, rows(runs))
+        kind = KINDS[model]
+        bound = worst_against_bound(runs[phases], model, scenario.loads[model])
+        claim = f"{kind}'s longest wait, less 50 ms of wall time, against the rest of the running stream + the load"
+        report.targets.append(Target(claim, bound, 1.15, unit="x"))
+        report.targets.append(Target(f"chat + {kind}: clients of 60 s lost", lost(runs[phases], 60), 0))
+        report.targets.append(Target(f"chat + {kind}: the same, alone", lost(runs[alone], 60), 1, "at least"))
+    scenario = letters("ABA" if quick else "ABAACABC")
+    runs = await rounds(scenario, policies, count)
+    report.add_table(f"{scenario.name} within one load (seconds)", COLUMNS, rows(runs))
+    report.targets.append(Target(f"loads for {scenario.name}", max(len(run.loads) for run in runs[phases]), 3))
+    if not quick:
+        pass
+    return report
