@@ -198,8 +198,11 @@ class Handler:
         try:
             async with keep_alive, self._hold(request, plan, fact) as hold:
                 await keep_alive.stop()
-                with fact.trace.speech({"llama_lease.backend": plan.backend or ""}):
-                    await stream.produce(_on_first_byte(fact, hold), client.response if client.started else None)
+                try:
+                    with fact.trace.speech({"llama_lease.backend": plan.backend or ""}):
+                        await stream.produce(_on_first_byte(fact, hold), client.response if client.started else None)
+                finally:
+                    self._runtime.ticket_log.answered(fact.id, stream.made)
         except ProxyError as error:
             if stream.began or not client.started:
                 raise

@@ -94,6 +94,7 @@ class SpeechStream:
         """Raises BadRequest and ModelUnavailable, before any lease."""
         self.outcome = "done"
         self.error: ProxyError | None = None
+        self.made = 0  # bytes of audio so far
         self._script = Script(speech, backend, settings)
         self._request = request
         self._speech = speech
@@ -208,14 +209,18 @@ class SpeechStream:
                     if chunk.samples.size and not heard:
                         heard = True
                         self._loop.call_soon_threadsafe(first_audio)
-                    self._spool.put(encoder.encode(chunk.samples))
+                    self._put(encoder.encode(chunk.samples))
                     self._audio_seconds = encoder.seconds
             if self._cancel.is_set():
                 raise Cancelled
         if not heard:
             raise BadRequest("the voice has no sounds for this input", param="input")
-        self._spool.put(encoder.finish())
+        self._put(encoder.finish())
         self._audio_seconds = encoder.seconds
+
+    def _put(self, data: bytes) -> None:
+        self._spool.put(data)
+        self.made += len(data)
 
     # -- the relay ----------------------------------------------------------------------------------------------
 
