@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import ipaddress
+import json
 import logging
 import signal
+import sys
 from pathlib import Path
 
 from aiohttp import web
@@ -12,8 +14,10 @@ from watchfiles import awatch
 
 from proxy import auth, config, logs
 from proxy.app import RUNTIME, build_app, server_options
+from proxy.classify import Classifier
 from proxy.config import Config
-from proxy.errors import ConfigError
+from proxy.errors import ConfigError, ProxyError
+from proxy.line import Mode
 from proxy.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -32,7 +36,11 @@ async def serve(settings: Config) -> None:
         loop.add_signal_handler(sign, stop.set)
     loop.add_signal_handler(signal.SIGHUP, reload.set)
     await runner.setup()
-    watching = [asyncio.create_task(_watch(settings.path, reload)), asyncio.create_task(_reload(runtime, reload))]
+    watching = [
+        asyncio.create_task(_watch(settings.path, reload)),
+        asyncio.create_task(_reload(runtime, reload)),
+        asyncio.create_task(_welcome(runtime)),
+    ]
     try:
         site = web.TCPSite(runner, host, port, reuse_address=True, backlog=512)
         await site.start()
@@ -77,6 +85,43 @@ def reload_config(runtime: Runtime) -> bool:
     logger.info("configuration reloaded from %s", fresh.path)
     runtime.metrics.config_reloaded(True)
     return True
+
+
+async def _welcome(runtime: Runtime) -> None:
+    """Once the servers that we started are up: where to point a client, the models, and commands to try."""
+    for name, child in runtime.children.items():
+        with contextlib.suppress(ProxyError):
+            await child.ready(runtime.upstreams[name].config.load_timeout)
+    sys.stdout.write(welcome(runtime.config))
+    sys.stdout.flush()
+
+
+def welcome(settings: Config) -> str:
+    """The address, the models and a curl line for each kind of model that the configuration names."""
+    host, port = settings.address
+    with contextlib.suppress(ValueError):
+        host = "127.0.0.1" if ipaddress.ip_address(host).is_unspecified else host
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if settings.api_keys else ""
+    lines = ["", f"llama-lease serves {url}/v1", ""]
+    curls: dict[str, str] = {}
+    for model, name, group in Classifier(settings).models():
+        place = group.backend or group.upstream
+        lines.append(f"  {model:<20} {name:<12} {group.mode:<6} at {place}")
+        speaks = group.mode is Mode.WRITE or "/v1/audio/speech" in group.endpoints
+        kind = "speech" if speaks else "embeddings" if "/v1/embeddings" in group.endpoints else "chat"
+        curls.setdefault(kind, _curl(kind, url, key, model))
+    lines += ["", *(curls[kind] for kind in ("chat", "embeddings", "speech") if kind in curls)]
+    return "\n".join([*lines, f"\nWho waits and who has the GPU: {url}/lease/ui", "", ""])
+
+
+def _curl(kind: str, url: str, key: str, model: str) -> str:
+    path, rest, body = {
+        "chat": ("chat/completions", "", {"model": model, "messages": [{"role": "user", "content": "Say hello."}]}),
+        "embeddings": ("embeddings", "", {"model": model, "input": "Hello."}),
+        "speech": ("audio/speech", " -o hello.mp3", {"model": model, "input": "Hello. One GPU, shared fairly."}),
+    }[kind]
+    return f"curl {url}/v1/{path}{key} -H 'Content-Type: application/json'{rest} -d '{json.dumps(body)}'"
 
 
 def _announce(runtime: Runtime) -> None:
