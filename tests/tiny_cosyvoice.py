@@ -13,7 +13,8 @@ import onnx
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from backends.cosyvoice.convert import convert, official_shapes
+from backends.cosyvoice.checkpoint import official
+from backends.cosyvoice.convert import convert
 from backends.cosyvoice.tokenizer import FOLDER
 
 DATA = Path(__file__).parent / "data" / "cosyvoice3"
@@ -40,7 +41,7 @@ def tiny_shapes() -> dict[str, tuple[int, ...]]:
     """The names of llm.pt with the tiny model's shapes; the vocabularies keep their real sizes."""
     return {
         name: tuple(_SMALLER.get(size, size) for size in shape)
-        for name, shape in official_shapes().items()
+        for name, shape in official("llm").items()
         if not name.startswith("llm.model.model.layers.") or int(name.split(".")[4]) < LAYERS
     }
 

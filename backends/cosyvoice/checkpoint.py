@@ -28,7 +28,7 @@ from backends.errors import BackendUnavailable
 logger = logging.getLogger(__name__)
 
 Shapes = Mapping[str, tuple[int, ...]]
-Part = Literal["flow", "hift"]
+Part = Literal["flow", "hift", "llm"]
 
 PARTS = {
     "cosyvoice3.yaml": "the model's settings",

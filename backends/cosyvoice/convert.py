@@ -8,7 +8,6 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from backends.cosyvoice import layout as keys
+from backends.cosyvoice.checkpoint import Shapes, differences, official, read_tensors, shapes_of, summary
 from backends.cosyvoice.ids import EOS, FILL, SOS, SPEECH_CODES, SPEECH_ROWS, TASK
 from backends.cosyvoice.tokenizer import FOLDER, Vocabulary, read_vocabulary
 from backends.errors import BackendUnavailable, InvalidInput
@@ -23,7 +23,6 @@ from backends.errors import BackendUnavailable, InvalidInput
 TYPES: Final = ("f16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "bf16", "f32")
 """Number formats of the weights. The k-quants are not among them: their blocks of 256 do not fit rows of 896."""
 
-Shapes = Mapping[str, tuple[int, ...]]
 Weights = Mapping[str, NDArray[np.float32]]
 Progress = Callable[[str, int, int], None]
 """Called with the name of the file that is being made, the bytes of it that exist, and those it will have."""
@@ -85,7 +84,7 @@ def convert(
     """
     if type not in TYPES:
         raise InvalidInput(f"type is {type!r}; it can be {', '.join(TYPES)}", param="type")
-    weights = _load(model_dir / "llm.pt", official_shapes() if expected is None else expected)
+    weights = _load(model_dir / "llm.pt", official("llm") if expected is None else expected)
     sizes = _read_sizes(model_dir / FOLDER / "config.json")
     vocabulary = read_vocabulary(model_dir / FOLDER)
     out.mkdir(parents=True, exist_ok=True)
@@ -141,40 +140,13 @@ def _write_merged(
     return [path]
 
 
-def official_shapes() -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the published llm.pt."""
-    data = json.loads(files("backends.cosyvoice").joinpath("official/llm.json").read_text(encoding="utf-8"))
-    return {
-        name.replace("*", str(layer)): tuple(shape)
-        for name, shape in data["tensors"].items()
-        for layer in range(data["layers"] if "*" in name else 1)
-    }
-
-
 def _load(path: Path, expected: Shapes) -> Weights:
     """The tensors as float32, mapped from the file where they are that already."""
-    import torch
-
-    try:
-        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except FileNotFoundError as error:
-        raise BackendUnavailable(f"{path}: missing; it is the language model of Fun-CosyVoice3-0.5B") from error
-    except Exception as error:  # torch has no error of its own for a broken file
-        raise BackendUnavailable(f"{path}: not a PyTorch file, or truncated: {error}") from error
-    if not isinstance(content, dict):
-        raise BackendUnavailable(f"{path}: holds a {type(content).__name__}, not named tensors")
-    found = {name: tuple(value.shape) if torch.is_tensor(value) else None for name, value in content.items()}
-    differences = [f"missing: {name} {shape}" for name, shape in expected.items() if name not in found]
-    differences += [f"unknown: {name}" for name in found if name not in expected]
-    differences += [
-        f"{name}: shape {found[name]}, expected {shape}"
-        for name, shape in expected.items()
-        if name in found and found[name] != shape
-    ]
-    if differences:
-        more = f" and {len(differences) - 8} more" if len(differences) > 8 else ""
-        raise BackendUnavailable(f"{path}: the list of tensors differs: {'; '.join(differences[:8])}{more}")
-    return {name: value.float().numpy() for name, value in content.items() if name != _UNUSED}
+    tensors = read_tensors(path, mmap=True)
+    differing = differences(shapes_of(tensors), expected)
+    if differing:
+        raise BackendUnavailable(f"{path}: list differs from the published one: {summary(differing)}")
+    return {name: value.float().numpy() for name, value in tensors.items() if name != _UNUSED}
 
 
 def _read_sizes(path: Path) -> _Sizes:

@@ -9,7 +9,7 @@ One context, one generation at a time: a lock is held from the first position to
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,8 +54,11 @@ class LanguageModel(Protocol):
         """The most positions, prompt and answer together."""
         ...
 
-    def generate(self, prompt: LMPrompt, *, seed: int | None, stopped: Callable[[], bool]) -> Iterator[int]:
+    def generate(
+        self, prompt: LMPrompt, *, seed: int | None, stopped: Callable[[], bool]
+    ) -> Generator[int, None, None]:
         """Speech tokens as they are made, the ending token not among them. `stopped` is asked in every step.
+        Close the generator when you leave it early: it holds the model.
 
         Raises Cancelled, InvalidInput (param "input": the context is too small), SynthesisFailed.
         """
@@ -89,7 +92,9 @@ class SpeechLM:
     def context(self) -> int:
         return self._llama.context
 
-    def generate(self, prompt: LMPrompt, *, seed: int | None, stopped: Callable[[], bool]) -> Iterator[int]:
+    def generate(
+        self, prompt: LMPrompt, *, seed: int | None, stopped: Callable[[], bool]
+    ) -> Generator[int, None, None]:
         """See LanguageModel. The same seed and prompt give the same tokens, whatever ran before."""
         fewest, most = length_limits(prompt.spoken)
         room = self.context - len(prompt.text) - len(prompt.speech) - 2

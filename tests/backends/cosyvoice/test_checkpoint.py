@@ -27,7 +27,7 @@ def saved(path: Path, state: object) -> Path:
     return path
 
 
-@pytest.mark.parametrize("part", ["flow", "hift"])
+@pytest.mark.parametrize("part", ["flow", "hift", "llm"])
 def test_the_packaged_lists_are_the_published_ones(part: checkpoint.Part) -> None:
     wanted = json.loads((DATA / f"official_{part}_keys.json").read_text())["tensors"]
     assert checkpoint.official(part) == {name: tuple(entry["shape"]) for name, entry in wanted.items()}

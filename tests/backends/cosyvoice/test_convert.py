@@ -1,5 +1,4 @@
 import itertools
-import json
 from pathlib import Path
 
 import gguf
@@ -7,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from backends.cosyvoice.convert import TYPES, convert, official_shapes
+from backends.cosyvoice.convert import TYPES, convert
 from backends.cosyvoice.ids import SPEECH_ROWS, TEXT_ROWS
 from backends.cosyvoice.layout import read_layout
 from backends.cosyvoice.llama import LlamaFile
 from backends.cosyvoice.speech_lm import LMPrompt, open_speech_lm
 from backends.cosyvoice.tokenizer import FOLDER
 from backends.errors import BackendUnavailable, InvalidInput
-from tests.tiny_cosyvoice import DATA, tiny_shapes, write_llm, write_tokenizer
+from tests.tiny_cosyvoice import tiny_shapes, write_llm, write_tokenizer
 
 SHAPES = tiny_shapes()
 NAMES = {
@@ -35,11 +34,6 @@ def model(tmp_path: Path) -> Path:
     write_tokenizer(tmp_path / FOLDER)
     write_llm(tmp_path / "llm.pt")
     return tmp_path
-
-
-def test_the_official_list_is_the_published_one() -> None:
-    published = json.loads((DATA / "official_llm_keys.json").read_text())["tensors"]
-    assert official_shapes() == {name: tuple(tensor["shape"]) for name, tensor in published.items()}
 
 
 def test_the_weights_arrive_unchanged(model: Path) -> None:
@@ -128,15 +122,15 @@ def test_tensors_that_differ_from_the_published_list_are_named(model: Path) -> N
     with pytest.raises(BackendUnavailable) as caught:
         convert(model, model / "out", expected=SHAPES)
     message = str(caught.value)
-    assert "the list of tensors differs" in message
-    assert "missing: llm.model.model.norm.weight (64,)" in message
-    assert "unknown: llm_decoder.bias" in message
-    assert "speech_embedding.weight: shape (6561, 64), expected (6761, 64)" in message
+    assert "llm.pt: list differs from the published one" in message
+    assert "llm.model.model.norm.weight [64] is missing" in message
+    assert "llm_decoder.bias [6761] is not expected" in message
+    assert "speech_embedding.weight is [6561, 64], not [6761, 64]" in message
     assert not (model / "out").exists()
 
 
 def test_by_default_the_published_shapes_are_wanted(model: Path) -> None:
-    with pytest.raises(BackendUnavailable, match=r"list of tensors differs.* and \d+ more"):
+    with pytest.raises(BackendUnavailable, match=r"list differs.* and \d+ more"):
         convert(model, model / "out")
 
 
@@ -150,10 +144,10 @@ def test_a_checkpoint_in_another_precision_is_fine(model: Path) -> None:
 def test_a_missing_or_truncated_checkpoint_is_named(model: Path) -> None:
     content = (model / "llm.pt").read_bytes()
     (model / "llm.pt").write_bytes(content[:100_000])
-    with pytest.raises(BackendUnavailable, match=r"llm.pt: not a PyTorch file, or truncated"):
+    with pytest.raises(BackendUnavailable, match=r"llm.pt cannot be read as a torch file of 100000 bytes"):
         convert(model, model / "out", expected=SHAPES)
     (model / "llm.pt").unlink()
-    with pytest.raises(BackendUnavailable, match=r"llm.pt: missing"):
+    with pytest.raises(BackendUnavailable, match=r"llm.pt is missing"):
         convert(model, model / "out", expected=SHAPES)
 
 
