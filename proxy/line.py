@@ -47,6 +47,9 @@ class Mode(StrEnum):
 class Residency(Protocol):
     """Which models can be resident together. Every subset of what can be resident can be resident, too."""
 
+    def id(self, model: str) -> str:
+        """The model that a name stands for."""
+
     def admits(self, held: frozenset[str], model: str) -> bool:
         """Can `model` be loaded, or stay, without stopping one of `held`?"""
 
@@ -306,9 +309,9 @@ class Line:
         held.in_flight[model] = held.in_flight.get(model, 0) + 1
         if mode is Mode.NONE:
             return
-        if self._residency is not None and model not in self.resident:
+        if self._residency is not None and (name := self._residency.id(model)) not in self.resident:
             self.resident = self._residency.after(self.resident, frozenset(held.models), model)
-            ticket.swaps = model in self.resident
+            ticket.swaps = name in self.resident
         held.models[model] = held.models.get(model, 0) + 1
         if mode is Mode.READ:
             held.readers += 1

@@ -134,6 +134,9 @@ def test_the_times_of_a_ticket_are_those_of_its_line() -> None:
 
 def test_other_rules_let_in_whom_they_allow() -> None:
     class Nothing:
+        def id(self, model: str) -> str:
+            return model
+
         def admits(self, held: frozenset[str], model: str) -> bool:
             return held <= {model}
 
