@@ -42,7 +42,7 @@ PHASES = ("queued", "upstream", "streaming")
 UPSTREAM_ERRORS = ("connect", "timeout", "reset", "truncated", "5xx", "429")
 HEARTBEATS = ("comment", "chunk", "ping", "space")
 RESULTS = ("success", "failure")
-_CODES = frozenset(str(status.value) for status in HTTPStatus)
+_CODES = frozenset(str(status.value) for status in HTTPStatus) | {"499"}  # 499: the client closed the connection
 
 
 @dataclass(frozen=True)

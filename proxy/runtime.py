@@ -135,7 +135,11 @@ class Runtime:
         if plan.upstream is None:
             return
         upstream = self.upstreams[plan.upstream]
-        upstream.refuse_failed(plan.model)
+        try:
+            upstream.refuse_failed(plan.model)
+        except ModelUnavailable:
+            self.metrics.queue_rejected(upstream.config.lease, "model_failed")
+            raise
         if (child := self.children.get(plan.upstream)) is not None and not child.healthy:
             await child.ready(upstream.config.load_timeout)
 

@@ -74,9 +74,8 @@ def reload_config(runtime: Runtime) -> bool:
     """Read the file again and change to it; a bad one is refused, and what runs stays as it is."""
     try:
         fresh = config.load(runtime.config.path)
-        if fresh == runtime.config:
-            return True
-        runtime.apply(fresh)
+        if fresh != runtime.config:
+            runtime.apply(fresh)
     except ConfigError as error:
         logger.error("the configuration is refused, the old one stays: %s", error.message)
         runtime.metrics.config_reloaded(False)

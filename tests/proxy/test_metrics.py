@@ -297,6 +297,11 @@ def test_a_status_that_is_none_is_other(server: Server) -> None:
     assert server.value("requests_total", route="/v1/chat/completions", group="chat", code="other") == 1
 
 
+def test_a_client_that_closed_its_connection_has_its_own_code(server: Server) -> None:
+    server.metrics.request_finished("/v1/chat/completions", "chat", 499, 1, None)
+    assert server.value("requests_total", route="/v1/chat/completions", group="chat", code="499") == 1
+
+
 def test_a_request_without_a_first_byte_has_no_time_to_it(server: Server) -> None:
     server.metrics.request_finished("/v1/chat/completions", "chat", 503, 9, None)
     assert server.value("request_duration_seconds_sum", route="/v1/chat/completions", group="chat") == 9
