@@ -3,6 +3,8 @@ import subprocess
 import sys
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from multidict import CIMultiDict
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -102,6 +104,23 @@ async def test_close_flushes_and_stops(traced: Traced) -> None:
         pass
     await traced.tracing.close()
     assert traced.span("last")
+
+
+async def test_spans_are_sent_to_the_configured_collector() -> None:
+    sent: list[bytes] = []
+
+    async def collect(request: web.Request) -> web.Response:
+        sent.append(await request.read())
+        return web.Response(content_type="application/x-protobuf")
+
+    app = web.Application()
+    app.router.add_post("/v1/traces", collect)
+    async with TestServer(app) as collector:
+        tracing = build_tracing(TracingSettings(endpoint=str(collector.make_url("/v1/traces")), service_name="our-gpu"))
+        with tracing.request_span({}, "POST /v1/chat/completions") as request, request.queue():
+            pass
+        await tracing.close()
+    assert all(name in sent[0] for name in (b"our-gpu", b"POST /v1/chat/completions", b"lease wait"))
 
 
 async def test_without_an_endpoint_every_call_does_nothing_and_headers_stay() -> None:
