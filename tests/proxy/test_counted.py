@@ -124,3 +124,13 @@ async def test_a_scrape_takes_no_lease(server: Observed) -> None:
     assert 'llama_lease_leases_active{lease="gpu0",mode="read",group="chat"} 1\n' in page
     gate.open()
     await running
+
+
+async def test_an_upstreams_own_page_is_passed_on_under_its_name(server: Observed) -> None:
+    async with server.client.get(f"{server.swapper.url}/metrics") as direct:
+        expected = await direct.read()
+    async with server.client.get("/metrics/upstream/swapper") as response:
+        assert (response.status, await response.read()) == (200, expected)
+    assert expected
+    async with server.client.get("/metrics/upstream/nobody") as response:
+        assert response.status == 404
