@@ -29,7 +29,7 @@ def configuration(swapper: str, broken: str) -> dict[str, Any]:
     return {
         # A short queue, so that it is full at times; signs of life at once, so that waiting clients get some.
         "leases": {"gpu0": {"max_waiting": 3, "heartbeat": 0.02, "heartbeat_interval": 0.05}},
-        "upstreams": {"swapper": {"url": swapper}, "broken": {"url": broken}},
+        "upstreams": {"swapper": {"url": swapper, "exclusive": [["qwen", "vl"]]}, "broken": {"url": broken}},
         "backends": {"fake": {"kind": "hibari"}},
         "groups": {
             "chat": {"mode": "read", "models": ["qwen"], "upstream": "swapper"},
