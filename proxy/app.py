@@ -19,8 +19,10 @@ from proxy.config import Config
 from proxy.errors import BadRequest, BodyTooLarge, MethodNotAllowed, ProxyError
 from proxy.facts import FACTS, Facts
 from proxy.handler import Handler, is_anthropic
+from proxy.places import RuntimePlaces
 from proxy.relay import ClientGone
 from proxy.runtime import ROUTES, Runtime
+from proxy.voices import Voices
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +43,15 @@ def build_app(config: Config) -> web.Application:
     app.on_response_prepare.append(_add_headers)
     app.cleanup_ctx.append(_running)
     handler = Handler(runtime)
-    _add_own_routes(app, [*status.routes(runtime)])
+    voices = Voices(
+        RuntimePlaces(runtime),
+        handler.handle,
+        handler.handle_read,
+        max_upload=lambda: runtime.config.speech.max_upload,
+        max_body=lambda: runtime.config.max_body,
+    )
+    app.cleanup_ctx.append(_closing(voices))
+    _add_own_routes(app, [*status.routes(runtime), *voices.routes()])
     for path in ROUTES:  # looked up by name; everything else is found by the catch-all
         app.router.add_route("*", path, handler.handle, expect_handler=_expect)
     app.router.add_route("*", "/{path:.*}", handler.handle, expect_handler=_expect)
@@ -63,6 +73,16 @@ async def _running(app: web.Application) -> AsyncIterator[None]:
     await app[RUNTIME].start()
     yield
     await app[RUNTIME].stop()
+
+
+def _closing(voices: Voices) -> Callable[[web.Application], AsyncIterator[None]]:
+    """Closed before what it uses stops."""
+
+    async def context(_: web.Application) -> AsyncIterator[None]:
+        yield
+        await voices.close()
+
+    return context
 
 
 def _add_own_routes(app: web.Application, routes: Iterable[tuple[str, str, _Endpoint]]) -> None:

@@ -5,6 +5,7 @@ arrived. Only an alias changes it, and then only the bytes of the model's name: 
 """
 
 import asyncio
+import io
 import json
 import tempfile
 import zlib
@@ -49,6 +50,11 @@ class Body:
             file.close()
             raise
         return cls(file, size)
+
+    @classmethod
+    def of(cls, data: bytes) -> "Body":
+        """A body that was made here."""
+        return cls(io.BytesIO(data), len(data))
 
     def content(self) -> bytes:
         """All of it, in memory."""

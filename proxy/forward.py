@@ -123,6 +123,13 @@ class Upstream:
             finally:
                 await keep_alive.stop()
 
+    async def call(self, out: Outgoing) -> bytes:
+        """The whole body of an answer, for work of our own. Raises UpstreamError; with the answer's status if not 200."""
+        async with self._answer(out) as answer:
+            if answer.status != 200:
+                raise await self._late_error(answer)
+            return b"".join([data async for data in self._body(answer)])
+
     async def _relay(
         self, answer: aiohttp.ClientResponse, client: ClientStream, keep_alive: KeepAlive, opened: Callable[[], None]
     ) -> None:

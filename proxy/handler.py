@@ -52,6 +52,10 @@ class Handler:
             if body is not None:
                 body.close()
 
+    async def handle_read(self, request: web.Request, body: Body) -> web.StreamResponse:
+        """`handle` for a request whose body has been read elsewhere; the caller closes it."""
+        return await self._with_body(request, body, facts.of(request))
+
     async def _with_body(self, request: web.Request, body: Body | None, fact: Facts) -> web.StreamResponse:
         where = source(request.method, fact.path)
         found = None
