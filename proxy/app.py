@@ -41,6 +41,7 @@ def build_app(config: Config) -> web.Application:
     app = web.Application(middlewares=[_middleware(runtime)])
     app[RUNTIME] = runtime
     app.on_response_prepare.append(_add_headers)
+    app.on_shutdown.append(_end_feed)
     app.cleanup_ctx.append(_running)
     handler = Handler(runtime)
     voices = Voices(
@@ -67,6 +68,11 @@ def server_options() -> dict[str, Any]:
         "max_field_size": 1 << 16,
         "access_log": None,
     }
+
+
+async def _end_feed(app: web.Application) -> None:
+    """Readers of the feed never leave by themselves, and would hold up the server's end."""
+    app[RUNTIME].feed.close()
 
 
 async def _running(app: web.Application) -> AsyncIterator[None]:
@@ -132,12 +138,14 @@ def _middleware(runtime: Runtime) -> Any:
                 runtime.metrics.disconnected(fact.phase)
                 return web.Response(status=499)  # nobody reads it: the connection is closed
             except asyncio.CancelledError:
-                if not runtime.stopping:
+                if not runtime.stopping and not fact.watches:
                     runtime.metrics.disconnected(fact.phase)
                 raise
             finally:
                 trace.set({"http.response.status_code": code})
-                runtime.metrics.request_finished(path, fact.group, code, time.monotonic() - started, fact.first_byte)
+                if not fact.watches:
+                    seconds = time.monotonic() - started
+                    runtime.metrics.request_finished(path, fact.group, code, seconds, fact.first_byte)
 
     return middleware
 

@@ -29,6 +29,8 @@ class Facts:
     """Seconds in the queue; None while it waits, and for what takes no lease."""
     first_byte: float | None = None
     """Seconds from the grant to the first byte of the answer."""
+    watches: bool = False
+    """A reader of the live feed: it comes and goes, and is no request as the metrics count them."""
     failed: ProxyError | None = None
     """Why an answer that had begun broke off."""
     headers: dict[str, str] = field(default_factory=dict)

@@ -56,7 +56,8 @@ class LeaseEvent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """One who holds, in a snapshot. `held`: seconds since the grant; `opened`: its answer has begun."""
+    """One who holds, in a snapshot. `held`: seconds since the grant; `opened`: its answer has begun; `number`: the
+    ticket's own, by which the feed of events names it."""
 
     id: str
     model: str
@@ -65,6 +66,7 @@ class Holder:
     waited: float
     held: float
     opened: bool
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class Waiter:
     mode: Mode
     waited: float
     position: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,11 +300,13 @@ class Lease:
             order=self._settings.order,
             closed=self._closed,
             holders=tuple(
-                Holder(t.id, t.model, t.group, t.mode, hold.waited, _since(t.granted, now), t.opened is not None)
+                Holder(
+                    t.id, t.model, t.group, t.mode, hold.waited, _since(t.granted, now), t.opened is not None, t.number
+                )
                 for t, hold in self._running.items()
             ),
             waiting=tuple(
-                Waiter(t.id, t.model, t.group, t.mode, hold.waited, position)
+                Waiter(t.id, t.model, t.group, t.mode, hold.waited, position, t.number)
                 for position, (t, hold) in enumerate(self._waiting.items(), 1)
             ),
             room=tuple(sorted({t.model for t in self._running if t.mode is not Mode.NONE})),

@@ -20,6 +20,7 @@ from proxy.classify import Classifier, Plan
 from proxy.config import Config, LeaseConfig
 from proxy.config import Upstream as UpstreamConfig
 from proxy.errors import ConfigError, LeaseClosed, ModelUnavailable, NotFound
+from proxy.events import EventFeed
 from proxy.forward import Upstream
 from proxy.lease import Hold, Lease, LeaseSettings
 from proxy.line import Ticket
@@ -47,6 +48,7 @@ class Runtime:
         self.classifier = Classifier(config)
         self.metrics = Metrics(known_names(config))
         self.ticket_log = TicketLog()
+        self.feed = EventFeed()
         self.tracing: Tracing = build_tracing(TracingSettings(config.tracing.endpoint, config.tracing.service_name))
         self.leases: dict[str, Lease] = {}
         self.upstreams: dict[str, Upstream] = {}
@@ -179,7 +181,7 @@ class Runtime:
             if name in self.leases:
                 self.leases[name].reconfigure(settings, None)
             else:
-                listeners = (self.metrics.on_lease_event, self.ticket_log.on_lease_event)
+                listeners = (self.metrics.on_lease_event, self.ticket_log.on_lease_event, self.feed.on_lease_event)
                 self.leases[name] = Lease(name, settings, listeners=listeners, prepare=self._prepare)
         upstreams: dict[str, Upstream] = {}
         children: dict[str, Child] = {}
