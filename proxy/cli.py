@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from backends.errors import BackendError
 from proxy import __version__, logs
 from proxy import config as configuration
 from proxy.errors import ConfigError, ProxyError
@@ -74,6 +75,34 @@ def demo(url: str, api_key: str, chat: str, embedding: str, speech: str, streams
     try:
         click.echo(asyncio.run(demos.run(url, api_key, chat, embedding, speech, streams)))
     except demos.DemoFailed as error:
+        raise click.ClickException(str(error)) from None
+
+
+@main.command()
+@click.argument("model_dir", type=click.Path(path_type=Path, file_okay=False, exists=True))
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), required=True, help="Folder for the GGUF files."
+)
+@click.option("--type", "kind", default="f16", show_default=True, help="Number format: f16, q8_0, ...")
+def convert(model_dir: Path, out: Path, kind: str) -> None:
+    """Convert CosyVoice 3's language model, MODEL_DIR/llm.pt, to GGUF for llama.cpp (docs/cosyvoice.md)."""
+    try:
+        from backends.cosyvoice.convert import convert as run
+    except ImportError as error:
+        raise click.ClickException(f"{error}; pip install 'llama-lease[cosyvoice]'") from None
+    shown = ""
+
+    def progress(file: str, done: int, total: int) -> None:
+        nonlocal shown
+        line = f"{file}: {100 * done // max(total, 1)} %"
+        if line != shown:
+            click.echo(f"\r{line}", nl=done >= total, err=True)
+            shown = line
+
+    try:
+        for path in run(model_dir, out, kind, progress):
+            click.echo(path)
+    except BackendError as error:
         raise click.ClickException(str(error)) from None
 
 
