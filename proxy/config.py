@@ -6,24 +6,28 @@ points nowhere is a ConfigError that says file, line, key and what would be righ
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from yarl import URL
 
 from proxy.errors import ConfigError
 from proxy.line import Mode
 from proxy.yamlfile import Loc, YamlFile
 
-_UNITS = {"ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
+_UNITS = {"": 1, "ms": 0.001, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
 def _seconds(value: Any) -> Any:
-    """30, 0.5, "30s", "5m", "2h" -> seconds; anything else goes on to pydantic, which refuses it."""
-    if isinstance(value, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)", value.strip())):
+    """30, 0.5, "30s", "5m", "2h" -> seconds."""
+    if isinstance(value, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d|)", value.strip())):
         return float(match[1]) * _UNITS[match[2]]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError('must be seconds, or a duration such as "500ms", "30s", "5m", "2h" or "1d"')  # noqa: TRY004
     return value
 
 
@@ -31,19 +35,52 @@ def _bytes(value: Any) -> Any:
     """1048576, "1MiB", "64 MB" -> bytes."""
     if isinstance(value, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmg]i?)?b?", value.strip().lower())):
         return int(float(match[1]) * _SIZES[match[2] or ""])
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError('must be bytes, or a size such as "500kB", "64MiB" or "1GiB"')  # noqa: TRY004
     return value
 
 
 def _strip_slash(url: str) -> str:
-    if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
+    try:
+        valid = re.fullmatch(r"https?://[^/?#\s]+(/[^?#\s]*)?", url) and URL(url).port
+    except ValueError:  # a port that is none
+        valid = None
+    if not valid:
         raise ValueError("must be a URL such as http://127.0.0.1:8080")
     return url.rstrip("/")
 
 
+def _address(listen: str) -> str:
+    match = re.fullmatch(r"(?:\[[0-9a-fA-F:.]+\]|[^\s:\[\]]+):(\d{1,5})", listen)
+    if match is None or int(match[1]) > 65535:
+        raise ValueError("must be an address and a port, such as 127.0.0.1:9292 or [::1]:9292")
+    return listen
+
+
+def _name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}", name):
+        raise ValueError("a name has 1 to 64 letters, digits, '_', '.' and '-', and begins with a letter or a digit")
+    return name
+
+
+def _path(path: str) -> str:
+    if not re.fullmatch(r"(/[^/\s]+)+", path):
+        raise ValueError("must be a path such as /v1/embeddings")
+    return path
+
+
+def _words(command: str) -> str:
+    shlex.split(command)  # ValueError: a quotation mark without its other
+    return command
+
+
 Seconds = Annotated[float, BeforeValidator(_seconds), Field(ge=0, allow_inf_nan=False)]
 Bytes = Annotated[int, BeforeValidator(_bytes), Field(gt=0)]
+Count = Annotated[int, Field(strict=True)]
 Url = Annotated[str, AfterValidator(_strip_slash)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+Name = Annotated[str, AfterValidator(_name)]
+Endpoint = Annotated[str, AfterValidator(_path)]
+Key = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):
@@ -73,7 +110,7 @@ class LeaseConfig(Section):
     max_slice: Seconds = 30
     patience: Seconds = 0
     max_wait: Seconds = 600
-    max_waiting: Annotated[int, Field(ge=0)] = 1000
+    max_waiting: Annotated[Count, Field(ge=0)] = 1000
     max_hold: Seconds = 1800
     slow_wait: Seconds = 2
     heartbeat: Seconds = 5
@@ -100,12 +137,12 @@ class Upstream(Section):
     timeouts: Timeouts = Timeouts()
     load_timeout: Seconds = 120
     failed_load_backoff: Seconds = 10
-    max_in_flight: Annotated[int, Field(ge=1)] = 10
-    command: str | tuple[str, ...] = ""
+    max_in_flight: Annotated[Count, Field(ge=1)] = 10
+    command: Annotated[str, AfterValidator(_words)] | tuple[str, ...] = ""
     health: str = "/health"
     swap_config: str = ""
     exclusive: tuple[tuple[str, ...], ...] = ()
-    models_max: Annotated[int, Field(ge=0)] = 0
+    models_max: Annotated[Count, Field(ge=0)] = 0
 
 
 class Backend(Section):
@@ -122,7 +159,7 @@ class Group(Section):
 
     mode: Mode
     models: tuple[str, ...] = ()
-    endpoints: tuple[str, ...] = ()
+    endpoints: tuple[Endpoint, ...] = ()
     upstream: Name | None = None
     backend: Name | None = None
     heartbeat: Literal["comment", "chunk", "off"] = "comment"
@@ -142,11 +179,11 @@ class Speech(Section):
 
     voice: str = ""
     voices: Mapping[str, str] = {}
-    max_input: Annotated[int, Field(ge=1)] = 4096
+    max_input: Annotated[Count, Field(ge=1)] = 4096
     max_upload: Bytes = 10 * 2**20
     job_slice: Annotated[Seconds, Field(gt=0)] = 30
     job_ttl: Annotated[Seconds, Field(gt=0)] = 86400
-    max_jobs: Annotated[int, Field(ge=1)] = 100
+    max_jobs: Annotated[Count, Field(ge=1)] = 100
 
 
 class Tracing(Section):
@@ -159,9 +196,9 @@ class Tracing(Section):
 class Config(Section):
     """The whole file."""
 
-    listen: Annotated[str, Field(pattern=r"^(\[[0-9a-fA-F:.]+\]|[^\s:\[\]]+):\d{1,5}$")] = "127.0.0.1:9292"
-    api_keys: tuple[str, ...] = ()
-    admin_keys: tuple[str, ...] = ()
+    listen: Annotated[str, AfterValidator(_address)] = "127.0.0.1:9292"
+    api_keys: tuple[Key, ...] = ()
+    admin_keys: tuple[Key, ...] = ()
     cors: Cors = Cors()
     allowed_hosts: tuple[str, ...] = ("loopback",)
     max_body: Bytes = 64 * 2**20
@@ -208,7 +245,7 @@ def parse(file: YamlFile, path: Path = Path("config.yaml")) -> Config:
     try:
         config = Config.model_validate({**file.data, "path": path})
     except ValidationError as error:
-        _fail(_explain(file, fault) for fault in error.errors())
+        _fail(_explain(file, error.errors(include_input=False)))
     _fail(f"{file.where(loc)}: {'.'.join(map(str, loc))}: {message}" for loc, message in _dangling(config))
     return config
 
@@ -218,17 +255,50 @@ def _fail(faults: Iterable[str]) -> None:
         raise ConfigError("\n".join(lines))
 
 
-def _explain(file: YamlFile, fault: Any) -> str:
-    """One pydantic fault in our words: `config.yaml:12: leases.gpu0: unknown key 'max_wiat', did you mean ...?`"""
-    # Union branches and the like add parts to the location that are not keys of the file: leave those out.
-    loc: Loc = tuple(part for part in fault["loc"] if not (isinstance(part, str) and re.search(r"[\[(]", part)))
-    if fault["type"] == "extra_forbidden":
+def _explain(file: YamlFile, faults: Iterable[Any]) -> Iterator[str]:
+    """pydantic's faults in our words: `config.yaml:12: leases.gpu0: unknown key 'max_wiat', did you mean ...?`"""
+    wrong: dict[Loc, dict[str, None]] = {}
+    for fault in faults:
+        loc = _in_file(file.data, fault["loc"])
+        if fault["type"] != "extra_forbidden":
+            wrong.setdefault(loc, {})[_in_words(fault)] = None
+            continue
         *parents, key = loc
         close = difflib.get_close_matches(str(key), _keys_at(tuple(parents)), n=1)
         hint = f", did you mean '{close[0]}'?" if close else ""
         place = f"{'.'.join(map(str, parents))}: " if parents else ""
-        return f"{file.where(loc)}: {place}unknown key '{key}'{hint}"
-    return f"{file.where(loc)}: {'.'.join(map(str, loc)) or 'file'}: {fault['msg'].removeprefix('Value error, ')}"
+        yield f"{file.where(loc)}: {place}unknown key '{key}'{hint}"
+    for loc, messages in wrong.items():  # one line for each value: of a union, each branch has complained
+        yield f"{file.where(loc)}: {'.'.join(map(str, loc))}: {', or '.join(messages)}"
+
+
+def _in_file(data: Any, loc: Loc) -> Loc:
+    """The part of pydantic's location that is keys and indexes of the file; branches of unions and the like are not."""
+    found: list[str | int] = []
+    for part in loc:
+        if isinstance(data, list):
+            if isinstance(part, int) and part < len(data):
+                found.append(part)
+                data = data[part]
+        elif isinstance(data, dict) and part != "[key]":
+            found.append(part)
+            data = data.get(part)
+    return tuple(found)
+
+
+def _in_words(fault: Any) -> str:
+    match fault["type"]:
+        case "missing":
+            return "is missing"
+        case "tuple_type":
+            return "must be a list"
+        case "model_type" | "dict_type" | "mapping_type":
+            return "must be a mapping of keys"
+        case "string_type":
+            return "must be text; quotation marks make it so"
+        case "string_too_short":
+            return "must not be empty"
+    return str(fault["msg"]).removeprefix("Value error, ").replace("Input should be", "must be")
 
 
 def _keys_at(loc: Loc) -> list[str]:
@@ -258,6 +328,7 @@ def _dangling(config: Config) -> Iterable[tuple[Loc, str]]:
             if place.lease not in config.leases:
                 yield (section, name, "lease"), missing("lease", place.lease, config.leases)
     claimed: dict[str, str] = {}
+    taken: dict[str, str] = {}
     for name, group in config.groups.items():
         if group.upstream is not None and group.upstream not in config.upstreams:
             yield ("groups", name, "upstream"), missing("upstream", group.upstream, config.upstreams)
@@ -267,6 +338,10 @@ def _dangling(config: Config) -> Iterable[tuple[Loc, str]]:
             if model in claimed:
                 yield ("groups", name, "models", index), f"model '{model}' is in group '{claimed[model]}' already"
             claimed[model] = name
+        for index, path in enumerate(group.endpoints):
+            if path in taken:
+                yield ("groups", name, "endpoints", index), f"group '{taken[path]}' has '{path}' already"
+            taken[path] = name
     if config.default_group is not None and config.default_group not in config.groups:
         yield ("default_group",), missing("group", config.default_group, config.groups)
     for alias in config.aliases:
