@@ -23,6 +23,9 @@ from proxy.errors import BadRequest, BodyTooLarge
 _IN_MEMORY = 1 << 20
 _CHUNK = 1 << 18
 _SPACE = " \t\n\r"
+_PLAIN = ("", "identity")
+_WBITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
+_JSON = ("", "application/json", "text/plain", "application/x-www-form-urlencoded")  # the last is what curl -d says
 
 
 class Body:
@@ -101,7 +104,7 @@ async def find_model(body: Body, content_type: str, content_encoding: str, limit
 
         def find(data: bytes) -> Found:
             return _in_multipart(data, boundary)
-    elif kind in ("", "application/json", "text/plain") or kind.endswith("+json"):
+    elif kind in _JSON or kind.endswith("+json"):
         find = _in_json
     else:
         raise BadRequest(f"Content-Type {kind!r} is not one that names a model; send application/json", param="model")
@@ -112,23 +115,32 @@ async def find_model(body: Body, content_type: str, content_encoding: str, limit
     return await asyncio.to_thread(look) if body.size > _CHUNK else look()
 
 
-def rename_model(body: Body, found: Found, model: str, content_type: str) -> Body:
-    """A copy of the body in which the model's name, and nothing else, is `model`. The old body is closed."""
-    data = body.content()
-    body.close()
+async def rename_model(
+    body: Body, found: Found, model: str, content_type: str, content_encoding: str, limit: int
+) -> Body:
+    """A copy of the body in which the model's name, and nothing else, is `model`; compressed as it was."""
     is_json = not content_type.strip().lower().startswith("multipart/")
     name = (json.dumps(model) if is_json else model).encode("utf-8")
-    file = tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY)  # noqa: SIM115 closed by close()
-    size = sum(map(file.write, (data[: found.start], name, data[found.end :])))
-    return Body(file, size)
+    encoding = content_encoding.strip().lower()
+
+    def copy() -> Body:
+        data = _inflate(body.content(), encoding, limit)
+        file = tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY)  # noqa: SIM115 closed by close()
+        pieces = [data[: found.start], name, data[found.end :]]
+        if encoding not in _PLAIN:
+            deflater = zlib.compressobj(wbits=_WBITS[encoding])
+            pieces = [*map(deflater.compress, pieces), deflater.flush()]
+        return Body(file, sum(map(file.write, pieces)))
+
+    return await asyncio.to_thread(copy) if body.size > _CHUNK else copy()
 
 
 def _inflate(data: bytes, encoding: str, limit: int) -> bytes:
-    if encoding in ("", "identity"):
+    if encoding in _PLAIN:
         return data
-    if encoding not in ("gzip", "x-gzip", "deflate"):
+    if encoding not in _WBITS:
         raise BadRequest(f"Content-Encoding {encoding!r} cannot be read here; send it plain or as gzip", param="model")
-    inflater = zlib.decompressobj(wbits=47 if encoding.endswith("gzip") else 15)
+    inflater = zlib.decompressobj(wbits=_WBITS[encoding])
     try:
         plain = inflater.decompress(data, limit + 1)
     except zlib.error as error:
@@ -137,18 +149,20 @@ def _inflate(data: bytes, encoding: str, limit: int) -> bytes:
         raise BodyTooLarge(f"the inflated body is over max_body, {limit} bytes")
     if not inflater.eof:
         raise BadRequest(f"the {encoding} body breaks off before its end", param="body")
+    if inflater.unused_data:
+        raise BadRequest(f"the {encoding} body goes on behind its end", param="body")
     return plain
 
 
 def _in_json(data: bytes) -> Found:
-    """Walk the top level of a JSON object; the last `model` counts, as in every JSON parser."""
+    """Walk the top level of a JSON object. Two `model`s are refused: upstreams differ in which of them counts."""
     if not data.strip():
         raise BadRequest("the body is empty; it must be a JSON object", param="body")
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise BadRequest(f"the body is not valid UTF-8 at byte {error.start}", param="body") from None
-    decoder = json.JSONDecoder()
+    decoder = json.JSONDecoder(parse_int=float)  # int() refuses thousands of digits
     model: object = None
     stream: object = False
     span = (0, 0)
@@ -167,6 +181,8 @@ def _in_json(data: bytes) -> Found:
             start = _skip(text, position + 1)
             value, end = decoder.raw_decode(text, start)
             if key == "model":
+                if span != (0, 0):
+                    raise BadRequest("the field 'model' is given twice", param="model")
                 model, span = value, (start, end)
             elif key == "stream":
                 stream = value
@@ -204,15 +220,17 @@ def _check(model: object) -> None:
 
 
 def _boundary(parameters: str) -> bytes:
+    if not parameters.isascii():
+        raise BadRequest("the parameters of the Content-Type must be ASCII", param="body")
     _, options = multipart.parse_options_header(f"multipart/form-data;{parameters}")
     boundary = options.get(b"boundary", b"")
-    if not boundary:
-        raise BadRequest("multipart/form-data needs a boundary in its Content-Type", param="body")
+    if not 1 <= len(boundary) <= 70:  # RFC 2046
+        raise BadRequest("multipart/form-data needs a boundary of 1 to 70 characters in its Content-Type", param="body")
     return boundary
 
 
 def _in_multipart(data: bytes, boundary: bytes) -> Found:
-    """The form field `model`, wherever it stands; the last one counts."""
+    """The form field `model`, wherever it stands. Two of them are refused: upstreams differ in which one counts."""
     header: list[bytes] = [b"", b""]
     fields: dict[bytes, tuple[int, int]] = {}
     part: dict[bytes, bytes] = {}
@@ -242,6 +260,8 @@ def _in_multipart(data: bytes, boundary: bytes) -> Found:
 
     def part_end() -> None:
         if name in (b"model", b"stream"):
+            if name == b"model" and name in fields:
+                raise BadRequest("the field 'model' is given twice", param="model")
             fields[name] = (max(span[0], 0), max(span[1], 0))
 
     parser = multipart.MultipartParser(

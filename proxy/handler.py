@@ -67,7 +67,14 @@ class Handler:
             return await self._local(request, body, plan, fact)
         target = request.rel_url.raw_path_qs
         if found is not None and body is not None and plan.model != found.model:
-            body = bodies.rename_model(body, found, plan.model, request.headers.get(hdrs.CONTENT_TYPE, ""))
+            body = await bodies.rename_model(
+                body,
+                found,
+                plan.model,
+                request.headers.get(hdrs.CONTENT_TYPE, ""),
+                request.headers.get(hdrs.CONTENT_ENCODING, ""),
+                self._runtime.config.max_body,
+            )
         elif where is Source.QUERY and plan.model != named:
             target = str(request.rel_url.update_query(model=plan.model))
         protocol: sse.Protocol = "anthropic" if is_anthropic(fact.path) else "openai"
