@@ -8,9 +8,8 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench import _scenarios
 from bench._common import Report, Target, options, percentile
-from bench._scenarios import KINDS, POLICIES, SPEED, Arrival, Played, Policy, Scenario, letters, overlapping, play
+from bench._scenarios import KINDS, POLICIES, SPEED, Played, Policy, Scenario, letters, overlapping, play
 
 GIVE_UP = (5, 60, 120)
 COLUMNS = ("order", "requests for", "mean", "p50", "p95", "longest", "loads", "makespan",
@@ -84,6 +83,33 @@ async def measure(quick: bool) -> Report:
     runs = await rounds(scenario, policies, count)
     report.add_table(f"{scenario.name} within one load (seconds)", COLUMNS, rows(runs))
     report.targets.append(Target(f"loads for {scenario.name}", max(len(run.loads) for run in runs[phases]), 3))
-    if not quick:
-        pass
     return report
+
+
+async def plot(path: Path) -> None:
+    """Draw chat streams with two speech requests among them, alone and behind llama-lease."""
+    scenario = overlapping("t", 45.0, (8.0, 24.0))
+    runs = {
+        "the model swapper alone: whoever wants the resident model is served at once": await play(
+            scenario, POLICIES[0]
+        ),
+        "behind llama-lease: those who run finish, then it is speech's turn": await play(scenario, POLICIES[2]),
+    }
+    from bench._plot import draw  # matplotlib is for whoever draws
+
+    draw(runs, path)
+    print(f"wrote {path}")
+
+
+def main() -> None:
+    """The command."""
+    picture = {"nargs": "?", "type": Path, "const": Path("docs/contention.svg"), "metavar": "PATH"}
+    given = options(__doc__ or "", ("--plot", {**picture, "help": "only draw the picture"}))
+    if given.plot:
+        asyncio.run(plot(given.plot))
+        return
+    asyncio.run(measure(given.quick)).finish(given.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,272 @@
+"""What a chunk of CosyVoice speech costs: recomputed from the start each time, or continued.
+
+The published sizes with random weights, float32, one thread. Three ways to make the same mel: recomputed (the published
+code's way: prompt and all tokens so far for each chunk), continued with a cold voice (the prompt goes through the flow
+first), continued with a warm one. Two ways to make the same audio. FLOPs are counted at the published depth of 22, on
+shapes alone; times at --depth, 4 unless told: ratios hardly depend on it, but seconds do.
+"""
+
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from backends.cosyvoice.dit import MELS, DiT, DiTDims
+from backends.cosyvoice.flow import SPEAKER_DIM, Flow, FlowDims, FlowNetwork, VoicePrefix, time_grid
+from backends.cosyvoice.hift import HiFT, HiFTDims, Snake
+from backends.cosyvoice.schedule import LOOK_AHEAD, Schedule, Step
+from backends.cosyvoice.vocoder import FRAME_SAMPLES, Vocoder
+from bench._common import Report, Target, options
+
+PUBLISHED_DEPTH = 22
+TOKENS_PER_SECOND = 25
+HELD_BACK = 8
+
+
+@dataclass
+class Way:
+    """One way to make the chunks: seconds and FLOPs of each."""
+
+    name: str
+    seconds: list[float] = field(default_factory=list)
+    flops: list[float] = field(default_factory=list)
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds)
+
+
+def flow_dims(depth: int) -> FlowDims:
+    return FlowDims(6561, 1024, DiTDims(1024, depth, heads=16, dim_head=64, ff_dim=2048, position_groups=16))
+
+
+def randomised(network: nn.Module) -> nn.Module:
+    """The parts of a network that torch leaves uninitialised; the pitch about that of a voice."""
+    for module in network.modules():
+        if isinstance(module, Snake):
+            nn.init.ones_(module.alpha)
+    if isinstance(network, HiFT):
+        nn.init.constant_(network.f0_predictor.classifier.bias, 200.0)
+    if isinstance(network, FlowNetwork):
+        inverse = network.decoder.estimator.rotary_embed.inv_freq
+        inverse.copy_(10000.0 ** -(torch.arange(len(inverse), device=inverse.device) / len(inverse)))
+    return network
+
+
+class FlowBench:
+    """The flow on one device: "cpu" to measure time, "meta" to count FLOPs."""
+
+    def __init__(self, depth: int, device: str, prompt_tokens: int, tokens: int) -> None:
+        with torch.device(device):
+            network = FlowNetwork(flow_dims(depth))
+            self.clock = DiT(flow_dims(depth).dit)  # its layers of the time: `Flow` drops its own
+            self.embedding = torch.randn(SPEAKER_DIM)
+            self.prompt_mel = torch.randn(MELS, 2 * prompt_tokens)
+        randomised(network)
+        self.flow = Flow(network, device=device)
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, 6561, (prompt_tokens + tokens,), generator=generator).tolist()
+        self.prompt, self.tokens = ids[:prompt_tokens], ids[prompt_tokens:]
+        self.steps = schedule(prompt_tokens, tokens)
+        self.grid = [moment.to(device) for moment in time_grid()[:-1]]
+
+    def prepare(self) -> VoicePrefix:
+        return self.flow.prepare_voice(self.prompt, self.prompt_mel, self.embedding)
+
+    def recomputed(self, voice: VoicePrefix) -> Iterable[Callable[[], Tensor]]:
+        """One call for each chunk."""
+
+        def chunk(step: Step) -> Tensor:
+            with torch.inference_mode():
+                for moment in self.grid:
+                    self.clock.modulation(moment)
+            mel = self.flow.whole(self.tokens[: step.num_tokens], voice, streaming=True, final=step.final)
+            return mel[:, 2 * step.token_offset :]
+
+        return [lambda step=step: chunk(step) for step in self.steps]
+
+    def continued(self, voice: VoicePrefix | None) -> Iterable[Callable[[], Tensor]]:
+        """One call for each chunk; without a voice the first one prepares it."""
+        state: Any = None
+
+        def chunk(step: Step, new: list[int]) -> Tensor:
+            nonlocal state
+            if state is None:
+                state = self.flow.start(voice or self.prepare())
+            mel, state = self.flow.step(new, state, final=step.final)
+            return mel
+
+        ends = [0, *(step.num_tokens for step in self.steps)]
+        pieces = [self.tokens[begin:end] for begin, end in itertools.pairwise(ends)]
+        return [lambda step=step, new=new: chunk(step, new) for step, new in zip(self.steps, pieces, strict=True)]
+
+
+class VocoderBench:
+    """The vocoder on one device, over the mel of the same chunks."""
+
+    def __init__(self, device: str, prompt_tokens: int, tokens: int) -> None:
+        with torch.device(device):
+            network = HiFT(HiFTDims(512, 512))
+            self.mel = torch.randn(MELS, 2 * tokens)
+        randomised(network)
+        self.vocoder = Vocoder(network, device=device)
+        steps = schedule(prompt_tokens, tokens)
+        self.ends = [2 * (step.num_tokens - (0 if step.final else 3)) for step in steps]
+
+    def recomputed(self) -> Iterable[Callable[[], Tensor]]:
+        def chunk(begin: int, end: int) -> Tensor:
+            final = end == self.mel.shape[1]
+            audio = self.vocoder.whole(self.mel[:, :end], final=final)
+            return audio[FRAME_SAMPLES * max(0, begin - HELD_BACK) :]
+
+        return [lambda begin=begin, end=end: chunk(begin, end) for begin, end in self._pieces()]
+
+    def continued(self) -> Iterable[Callable[[], Tensor]]:
+        state = self.vocoder.start()
+
+        def chunk(begin: int, end: int) -> Tensor:
+            nonlocal state
+            audio, state = self.vocoder.step(self.mel[:, begin:end], state, final=end == self.mel.shape[1])
+            return audio
+
+        return [lambda begin=begin, end=end: chunk(begin, end) for begin, end in self._pieces()]
+
+    def _pieces(self) -> list[tuple[int, int]]:
+        return list(itertools.pairwise([0, *self.ends]))
+
+
+def schedule(prompt_tokens: int, tokens: int) -> list[Step]:
+    plan, steps = Schedule(prompt_tokens), []
+    while step := plan.next_ready(tokens, done=True):
+        steps.append(step)
+    return steps
+
+
+def timed(name: str, calls: Iterable[Callable[[], Tensor]]) -> tuple[Way, Tensor]:
+    way, parts = Way(name), []
+    for call in calls:
+        begin = time.thread_time()
+        parts.append(call())
+        way.seconds.append(time.thread_time() - begin)
+    return way, torch.cat(parts, dim=-1)
+
+
+def counted(calls: Iterable[Callable[[], Tensor]]) -> list[float]:
+    """FLOPs of each call."""
+    counts = []
+    for call in calls:
+        with FlopCounterMode(display=False) as counter:
+            call()
+        counts.append(float(counter.get_total_flops()))
+    return counts
+
+
+def at_published_depth(one: list[float], two: list[float]) -> list[float]:
+    """What something costs at depth 22 that is known at depths 1 and 2: every layer costs the same."""
+    return [first + (PUBLISHED_DEPTH - 1) * (second - first) for first, second in zip(one, two, strict=True)]
+
+
+def measure_flow(report: Report, depth: int, prompt: int, tokens: int) -> None:
+    bench = FlowBench(depth, "cpu", prompt, tokens)
+    voice = bench.prepare()  # also warms up caches and memory
+    recomputed, wanted = timed("recomputed", bench.recomputed(voice))
+    cold, cold_mel = timed("continued, cold voice", bench.continued(None))
+    warm, warm_mel = timed("continued, warm voice", bench.continued(voice))
+    one, two = (FlowBench(count, "meta", prompt, tokens) for count in (1, 2))
+    first, second = one.prepare(), two.prepare()
+    recomputed.flops = at_published_depth(counted(one.recomputed(first)), counted(two.recomputed(second)))
+    cold.flops = at_published_depth(counted(one.continued(None)), counted(two.continued(None)))
+    warm.flops = at_published_depth(counted(one.continued(first)), counted(two.continued(second)))
+    ways = [recomputed, cold, warm]
+    add_tables(report, f"Flow, depth {depth}", ways, f"FLOPs, depth {PUBLISHED_DEPTH}")
+    report.targets += [
+        Target("flow, warm: last chunk / second chunk", warm.seconds[-1] / warm.seconds[1], 1.2, unit="x"),
+        Target("flow, cold: last chunk / second chunk", cold.seconds[-1] / cold.seconds[1], 1.2, unit="x"),
+        Target("flow, warm: all chunks / recomputed", warm.total / recomputed.total, 0.17, unit="x"),
+        Target("flow, cold: all chunks / recomputed", cold.total / recomputed.total, 0.22, unit="x"),
+        Target("flow, warm: first chunk / recomputed", warm.seconds[0] / recomputed.seconds[0], 0.42, unit="x"),
+        Target("flow, cold: first chunk / recomputed", cold.seconds[0] / recomputed.seconds[0], 1.0, unit="x"),
+    ]
+    scale = float(wanted.std())
+    worst = max(float((mel - wanted).abs().max()) for mel in (cold_mel, warm_mel)) / scale
+    report.notes.append(f"flow: largest difference of any frame to the recomputed one: {worst:.1e} of the mel's std")
+    per_second, per_voice = at_published_depth(memory(one, first), memory(two, second))
+    report.add_table(
+        f"Keys and values at depth {PUBLISHED_DEPTH}, MB",
+        ["", "float32", "float16"],
+        [
+            ["a second of speech", per_second / 1e6, per_second / 2e6],
+            [f"a voice of {prompt / TOKENS_PER_SECOND:g} s", per_voice / 1e6, per_voice / 2e6],
+        ],
+    )
+    report.data["flow"] = {way.name: {"seconds": way.seconds, "flops": way.flops} for way in ways}
+
+
+def memory(bench: FlowBench, voice: VoicePrefix) -> list[float]:
+    """Bytes of a second of speech, and of a voice."""
+    nobody = bench.flow.prepare_voice([], bench.prompt_mel[:, :0], bench.embedding)
+    _, state = bench.flow.step([0] * (TOKENS_PER_SECOND + LOOK_AHEAD), bench.flow.start(nobody))
+    return [float(state.nbytes), float(voice.nbytes)]
+
+
+def measure_vocoder(report: Report, prompt: int, tokens: int) -> None:
+    bench = VocoderBench("cpu", prompt, tokens)
+    bench.vocoder.whole(bench.mel[:, :60])  # warms up
+    recomputed, wanted = timed("recomputed", bench.recomputed())
+    steps, audio = timed("continued", bench.continued())
+    shapes = VocoderBench("meta", prompt, tokens)
+    recomputed.flops, steps.flops = counted(shapes.recomputed()), counted(shapes.continued())
+    add_tables(report, "Vocoder", [recomputed, steps], "FLOPs")
+    report.targets.append(Target("vocoder: all chunks / recomputed", steps.total / recomputed.total, 0.3, unit="x"))
+    worst = float((audio - wanted).abs().max()) / float(wanted.std())
+    report.notes.append(f"vocoder: largest difference of any sample: {worst:.1e} of the audio's std")
+    report.data["vocoder"] = {way.name: {"seconds": way.seconds, "flops": way.flops} for way in (recomputed, steps)}
+
+
+def add_tables(report: Report, title: str, ways: list[Way], flops_title: str) -> None:
+    chunks = [str(index + 1) for index in range(len(ways[0].seconds))]
+    report.add_table(
+        f"{title}, seconds for each chunk",
+        ["", *chunks, "total", "ratio"],
+        [[way.name, *way.seconds, way.total, way.total / ways[0].total] for way in ways],
+    )
+    rows = [[way.name, *(count / 1e9 for count in way.flops), sum(way.flops) / 1e9] for way in ways]
+    base = sum(ways[0].flops)
+    report.add_table(
+        f"{title.partition(',')[0]}, {flops_title}, in 1e9 for each chunk",
+        ["", *chunks, "total", "ratio"],
+        [[*row, sum(way.flops) / base] for row, way in zip(rows, ways, strict=True)],
+    )
+
+
+def main() -> None:
+    arguments = options(
+        __doc__.partition("\n")[0],
+        (
+            "--depth",
+            {"type": int, "default": 4, "help": "transformer layers that are timed; 22 is the published depth"},
+        ),
+    )
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    seconds, prompt_seconds = (4, 2) if arguments.quick else (8, 5)
+    depth = 1 if arguments.quick else arguments.depth
+    tokens, prompt = seconds * TOKENS_PER_SECOND, prompt_seconds * TOKENS_PER_SECOND
+    title = f"CosyVoice streaming: {seconds} s of speech, {prompt_seconds} s of prompt"
+    report = Report("streaming", title, quick=arguments.quick)
+    measure_flow(report, depth, prompt, tokens)
+    measure_vocoder(report, prompt, tokens)
+    report.notes.append(
+        "seconds are processor time of the one thread; random weights, published widths, float32, one run"
+    )
+    report.data["depth"] = depth
+    report.finish(arguments.json)
+
+
+if __name__ == "__main__":
+    main()
