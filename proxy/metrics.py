@@ -20,7 +20,7 @@ from prometheus_client.registry import Collector
 
 from proxy import __version__
 from proxy.line import Ticket
-from proxy.series import CONTENT_TYPE, Family, Registry, Value
+from proxy.series import CONTENT_TYPE, Distribution, Family, Registry, Value
 
 if TYPE_CHECKING:
     from proxy.lease import LeaseEvent
@@ -56,15 +56,33 @@ class Known:
     routes: frozenset[str] = frozenset()
 
 
+@dataclass(slots=True, eq=False)
 class _Place:
-    """The tickets of one (lease, mode, group): when each came, when each was granted; oldest first."""
+    """The tickets of one (lease, mode, group), when each came and when each was granted, oldest first; its series."""
 
-    __slots__ = ("active", "group", "lease", "mode", "waiting")
+    lease: str
+    mode: str
+    waits: dict[str, Distribution]  # by outcome
+    holds: Distribution
+    busy: Value | None  # None for mode none, which excludes nobody
+    depth: Value
+    holders: Value
+    waiting: dict[Ticket, float] = field(default_factory=dict)  # by object: a client may choose an id that is in use
+    active: dict[Ticket, float] = field(default_factory=dict)
 
-    def __init__(self, lease: str, mode: str, group: str) -> None:
-        self.lease, self.mode, self.group = lease, mode, group
-        self.waiting: dict[Ticket, float] = {}  # by object: a client may choose an id that is in use
-        self.active: dict[Ticket, float] = {}
+
+@dataclass(slots=True)
+class _Sharing:
+    """The places that hold a lease now, and up to when their time has been counted."""
+
+    places: set[_Place] = field(default_factory=set)
+    since: float = 0.0
+
+    def count(self, now: float) -> None:
+        for place in self.places:
+            if place.busy is not None:
+                place.busy.add(max(0.0, now - self.since) / len(self.places))
+        self.since = now
 
 
 class Metrics(Collector):
@@ -74,7 +92,7 @@ class Metrics(Collector):
         self._clock = clock
         self._places: dict[tuple[str, str, str], _Place] = {}
         self._where: dict[Ticket, _Place] = {}  # a reload must not move a ticket to another place
-        self._busy_since: dict[str, float] = {}  # lease -> up to when its busy time has been counted
+        self._sharing: dict[str, _Sharing] = {}
         self._declare(Registry(PREFIX))
         self._process = CollectorRegistry()
         ProcessCollector(registry=self._process)
@@ -196,10 +214,7 @@ class Metrics(Collector):
             case "queued":
                 self._place_of(event).waiting[ticket] = _arrived(event)
             case "granted":
-                self._ended_waiting(event, "granted")
-                place = self._place_of(event)
-                self._count_busy(place.lease, event.at)
-                place.active[ticket] = event.at
+                self._granted(event, self._ended_waiting(event, "granted"))
             case "released":
                 self._released(event)
             case "rejected":
@@ -222,20 +237,29 @@ class Metrics(Collector):
             case _:
                 pass  # opened, closed: the page's timeline shows them
 
-    def _ended_waiting(self, event: "LeaseEvent", outcome: str) -> None:
+    def _ended_waiting(self, event: "LeaseEvent", outcome: str) -> _Place:
         place = self._place_of(event)
         place.waiting.pop(event.ticket, None)
-        waited = event.at - _arrived(event)
-        self.lease_wait_seconds(place.lease, place.mode, place.group, outcome).observe(max(0.0, waited))
+        place.waits[outcome].observe(max(0.0, event.at - _arrived(event)))
+        return place
+
+    def _granted(self, event: "LeaseEvent", place: _Place) -> None:
+        if not place.active and place.busy is not None:
+            sharing = self._sharing[place.lease]
+            sharing.count(event.at)
+            sharing.places.add(place)
+        place.active[event.ticket] = event.at
 
     def _released(self, event: "LeaseEvent") -> None:
         place = self._where.pop(event.ticket, None)
-        granted = place.active.get(event.ticket) if place else None
+        granted = place.active.pop(event.ticket, None) if place else None
         if place is None or granted is None:
             return
-        self._count_busy(place.lease, event.at)
-        del place.active[event.ticket]
-        self.lease_hold_seconds(place.lease, place.mode, place.group).observe(max(0.0, event.at - granted))
+        place.holds.observe(max(0.0, event.at - granted))
+        if not place.active and place.busy is not None:
+            sharing = self._sharing[place.lease]
+            sharing.count(event.at)
+            sharing.places.discard(place)
 
     def _place_of(self, event: "LeaseEvent") -> _Place:
         place = self._where.get(event.ticket)
@@ -249,21 +273,17 @@ class Metrics(Collector):
         key = lease, mode, group
         place = self._places.get(key)
         if place is None:
-            place = self._places[key] = _Place(*key)
-            for outcome in OUTCOMES:
-                self.lease_wait_seconds(*key, outcome)
-            self.lease_hold_seconds(*key)
-            if mode != "none":
-                self.lease_busy_seconds_total(lease, group)
+            self._sharing.setdefault(lease, _Sharing())
+            place = self._places[key] = _Place(
+                lease,
+                mode,
+                waits={outcome: self.lease_wait_seconds(*key, outcome) for outcome in OUTCOMES},
+                holds=self.lease_hold_seconds(*key),
+                busy=self.lease_busy_seconds_total(lease, group) if mode != "none" else None,
+                depth=self.queue_depth(*key),
+                holders=self.leases_active(*key),
+            )
         return place
-
-    def _count_busy(self, lease: str, now: float) -> None:
-        """Give the time since the last change to the groups that held the lease in it. Mode none excludes nobody."""
-        since = self._busy_since.get(lease, now)
-        self._busy_since[lease] = now
-        groups = {p.group for p in self._places.values() if p.lease == lease and p.mode != "none" and p.active}
-        for group in groups:
-            self.lease_busy_seconds_total(lease, group).add(max(0.0, now - since) / len(groups))
 
     # Requests, upstreams, speech, configuration
 
@@ -324,8 +344,8 @@ class Metrics(Collector):
         waits: dict[tuple[str, str], float] = {}
         holds: dict[tuple[str, str], float] = {}
         for place in self._places.values():
-            self.queue_depth(place.lease, place.mode, place.group).set(len(place.waiting))
-            self.leases_active(place.lease, place.mode, place.group).set(len(place.active))
+            place.depth.set(len(place.waiting))
+            place.holders.set(len(place.active))
             for tickets, oldest in ((place.waiting, waits), (place.active, holds)):
                 key = place.lease, place.mode
                 since = next(iter(tickets.values()), now)
@@ -334,8 +354,8 @@ class Metrics(Collector):
             self.queue_oldest_wait_seconds(lease, mode).set(seconds)
         for (lease, mode), seconds in holds.items():
             self.lease_oldest_hold_seconds(lease, mode).set(seconds)
-        for lease in list(self._busy_since):
-            self._count_busy(lease, now)
+        for sharing in self._sharing.values():
+            sharing.count(now)
 
     def _lease(self, name: str) -> str:
         return _among(name, self.known.leases)
