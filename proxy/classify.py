@@ -134,7 +134,8 @@ class Classifier:
 
         1. A path that loads no model takes no lease and goes to the default place.
         2. Unloading stops requests in flight: the write lease.
-        3. `/upstream/<model>/...` names the model in the path, where ids may hold slashes: the longest match.
+        3. `/upstream/<model>/...` names the model in the path, where ids may hold slashes: the longest that is named
+           exactly, else the shortest that a pattern matches, else the first part.
         4. An alias of the configuration is replaced by its model, except in a path.
         5. The group is the one that names the model; else the one whose glob matches first; else the one whose
            `endpoints` has the path; else `default_group`. None of them: 404.
@@ -156,6 +157,8 @@ class Classifier:
                     "the query parameter 'model' is missing; it names the model that answers", param="model"
                 )
             raise BadRequest("the field 'model' is missing; it names the model that answers", param="model")
+        if not model.isprintable():
+            raise BadRequest("the field 'model' holds characters that no name has", param="model")
         name = model if where is Source.PATH else self._config.aliases.get(model, model)  # (4)
         renamed = f"alias of '{name}', which is " if name != model else ""
         group, why = self._group_of(name, path, known)  # (5)
@@ -195,6 +198,8 @@ class Classifier:
             if upstream is None:
                 raise NotFound(f"nothing answers {path} here")
             return Plan(ALL_MODELS, "", Mode.WRITE, upstream, None, "unloading stops requests in flight: exclusive")
+        if not model.isprintable():
+            raise BadRequest("the path holds characters that no model's name has", param="model")
         name = self._config.aliases.get(model, model)
         group, _ = self._group_of(name, path, known)
         upstream = self._config.groups[group].upstream if group else self.default_upstream()
@@ -206,16 +211,13 @@ class Classifier:
     def _model_in_path(self, path: str) -> str:
         parts = path.removeprefix("/upstream/").split("/")
         candidates = [unquote("/".join(parts[:count])) for count in range(len(parts), 0, -1)]
-        for exact in (True, False):
-            for model in candidates:
-                if self._named(model, exact=exact):
-                    return model
+        for model in candidates:
+            if model in self._exact:
+                return model
+        for model in reversed(candidates):  # a pattern that matches an id would match all of the path behind it, too
+            if any(pattern.match(model) for pattern, _ in self._globs):
+                return model
         return candidates[-1]
-
-    def _named(self, model: str, *, exact: bool) -> bool:
-        if exact:
-            return model in self._exact
-        return any(pattern.match(model) for pattern, _ in self._globs)
 
     def _group_of(self, model: str, path: str, known: Callable[[str], str]) -> tuple[str | None, str]:
         for name in dict.fromkeys((model, known(model))):
