@@ -6,7 +6,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from typing import Any
 
 import aiohttp
@@ -19,9 +19,11 @@ from proxy.config import Config
 from proxy.errors import BadRequest, BodyTooLarge, MethodNotAllowed, ProxyError
 from proxy.facts import FACTS, Facts
 from proxy.handler import Handler, is_anthropic
+from proxy.job_routes import JobRoutes
+from proxy.jobs import Jobs
 from proxy.places import RuntimePlaces
 from proxy.relay import ClientGone
-from proxy.runtime import ROUTES, Runtime
+from proxy.runtime import ROUTES, Runtime, data_dir
 from proxy.voices import Voices
 
 logger = logging.getLogger(__name__)
@@ -44,15 +46,7 @@ def build_app(config: Config) -> web.Application:
     app.on_shutdown.append(_end_feed)
     app.cleanup_ctx.append(_running)
     handler = Handler(runtime)
-    voices = Voices(
-        RuntimePlaces(runtime),
-        handler.handle,
-        handler.handle_read,
-        max_upload=lambda: runtime.config.speech.max_upload,
-        max_body=lambda: runtime.config.max_body,
-    )
-    app.cleanup_ctx.append(_closing(voices))
-    _add_own_routes(app, [*status.routes(runtime), *voices.routes()])
+    _add_own_routes(app, [*status.routes(runtime), *_speech_routes(app, runtime, handler)])
     for path in ROUTES:  # looked up by name; everything else is found by the catch-all
         app.router.add_route("*", path, handler.handle, expect_handler=_expect)
     app.router.add_route("*", "/{path:.*}", handler.handle, expect_handler=_expect)
@@ -81,14 +75,36 @@ async def _running(app: web.Application) -> AsyncIterator[None]:
     await app[RUNTIME].stop()
 
 
-def _closing(voices: Voices) -> Callable[[web.Application], AsyncIterator[None]]:
-    """Closed before what it uses stops."""
+def _speech_routes(app: web.Application, runtime: Runtime, handler: Handler) -> Iterator[tuple[str, str, _Endpoint]]:
+    """Voices and speech jobs; the rest of speech is a request like any other."""
+    places = RuntimePlaces(runtime)
+    voices = Voices(
+        places,
+        handler.handle,
+        handler.handle_read,
+        max_upload=lambda: runtime.config.speech.max_upload,
+        max_body=lambda: runtime.config.max_body,
+    )
+    jobs = Jobs(
+        data_dir(runtime.config) / "jobs",
+        places,
+        lambda: runtime.job_settings,
+        lambda: runtime.speech_settings,
+        listener=runtime.metrics,
+    )
 
-    async def context(_: web.Application) -> AsyncIterator[None]:
+    async def running(_: web.Application) -> AsyncIterator[None]:
+        await jobs.start()
         yield
         await voices.close()
 
-    return context
+    async def stop(_: web.Application) -> None:
+        await jobs.stop()  # those who listen to a job would hold up the server's end
+
+    app.cleanup_ctx.append(running)
+    app.on_shutdown.append(stop)
+    yield from voices.routes()
+    yield from JobRoutes(jobs, lambda: runtime.speech_settings, lambda: runtime.config.max_body).routes()
 
 
 def _add_own_routes(app: web.Application, routes: Iterable[tuple[str, str, _Endpoint]]) -> None:

@@ -51,6 +51,10 @@ class Places(Protocol):
         is called at the first result. Raises LeaseError and ModelUnavailable."""
         ...
 
+    def position(self, model: str, request_id: str) -> int:
+        """Place in the line of the model's lease, from 1; behind everybody for one that has not joined yet."""
+        ...
+
     async def post(self, model: SpeechModel, path: str, fields: Mapping[str, Any], request_id: str) -> bytes:
         """JSON to the upstream of a model, inside its hold: the body of the answer. Raises UpstreamError."""
         ...
@@ -81,6 +85,10 @@ class RuntimePlaces:
 
     def hold(self, model: str, request_id: str) -> AbstractAsyncContextManager[Any]:
         return self._runtime.hold_model(model, request_id)
+
+    def position(self, model: str, request_id: str) -> int:
+        waiting = self._runtime.leases[self.find(model).lease].snapshot().waiting
+        return next((waiter.position for waiter in waiting if waiter.id == request_id), len(waiting) + 1)
 
     async def post(self, model: SpeechModel, path: str, fields: Mapping[str, Any], request_id: str) -> bytes:
         headers = CIMultiDict({"Content-Type": "application/json"})

@@ -25,7 +25,7 @@ from proxy.forward import Upstream
 from proxy.lease import Hold, Lease, LeaseSettings
 from proxy.line import Ticket
 from proxy.metrics import Known, Metrics
-from proxy.speech_request import SpeechSettings
+from proxy.speech_request import JobSettings, SpeechSettings
 from proxy.ticketlog import TicketLog
 from proxy.tracing import Tracing, TracingSettings, build_tracing
 
@@ -108,6 +108,12 @@ class Runtime:
         """The configuration's rules for one speech request."""
         speech = self.config.speech
         return SpeechSettings(voice=speech.voice, voices=speech.voices, max_input=speech.max_input)
+
+    @property
+    def job_settings(self) -> JobSettings:
+        """The configuration's rules for speech jobs."""
+        speech = self.config.speech
+        return JobSettings(slice=speech.job_slice, ttl=speech.job_ttl, max_jobs=speech.max_jobs)
 
     def canonical(self, model: str) -> str:
         """The id of a model that an upstream's own configuration knows under this name, too."""

@@ -284,13 +284,17 @@ class SpeechStream:
                 await self._response.write(_event(error.body()))
             except ConnectionError:
                 self.outcome = "client"
-        if (transport := self._request.transport) is not None:
-            # `close` sends what was written and leaves the last chunk out. HTTP/1.0 has no chunks: there only a
-            # reset tells the client.
-            if self._request.version >= (1, 1):
-                transport.close()
-            else:
-                transport.abort()
+        cut(self._request)
+
+
+def cut(request: web.Request) -> None:
+    """Close the connection after what was written, without the end that would make the answer look whole."""
+    if (transport := request.transport) is not None:
+        # HTTP/1.0 has no last chunk to leave out: there only a reset tells the client.
+        if request.version >= (1, 1):
+            transport.close()
+        else:
+            transport.abort()
 
 
 def _event(data: dict[str, Any]) -> bytes:

@@ -36,6 +36,18 @@ class SpeechSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class JobSettings:
+    """The part of the `speech` section that jobs need."""
+
+    slice: float = 30.0
+    """Seconds of audio that a job makes before it stands in line again."""
+    ttl: float = 86400.0
+    """Seconds for which an ended job and its audio are kept."""
+    max_jobs: int = 100
+    """Unfinished jobs of one key."""
+
+
+@dataclass(frozen=True, slots=True)
 class SpeechRequest:
     """The fields, each checked. `voice` is what the client wrote, None where it wrote nothing."""
 
@@ -60,7 +72,7 @@ def parse(body: bytes, settings: SpeechSettings) -> SpeechRequest:
 
     Unknown fields are ignored; null counts as absent.
     """
-    fields = _object(body)
+    fields = read_object(body)
     model = _string(fields, "model")
     if not model:
         raise BadRequest("model must not be empty", param="model")
@@ -122,7 +134,8 @@ def as_proxy_error(error: BaseException) -> ProxyError:
             return ProxyError("the synthesis failed; the server's log says why", code="synthesis_failed")
 
 
-def _object(body: bytes) -> dict[str, Any]:
+def read_object(body: bytes) -> dict[str, Any]:
+    """A body that must be a JSON object. Raises BadRequest."""
     try:
         fields = json.loads(body.decode("utf-8"))
     except UnicodeDecodeError as error:
