@@ -19,7 +19,7 @@ def check_host(host: str, config: Config) -> None:
     name = hostname(host)
     if not name:
         raise BadRequest("the Host header is missing or malformed", param="Host")
-    allowed = config.allowed_hosts
+    allowed = [known.lower() for known in config.allowed_hosts]
     if "*" in allowed or name in allowed or ("loopback" in allowed and is_loopback(name)):
         return
     if name == config.address[0].lower():
@@ -88,7 +88,8 @@ def needs_no_key(method: str, path: str) -> bool:
 
 def admit(request: web.BaseRequest, config: Config, path: str) -> str:
     """Host, then key. Returns the owner as `check_key` does; raises what they raise."""
-    check_host(request.headers.get("Host", ""), config)
+    if "Host" in request.headers or request.version >= (1, 1):  # no browser is so old that it sends none
+        check_host(request.headers.get("Host", ""), config)
     if needs_no_key(request.method, path):
         return ""
     return check_key(request.headers, config)

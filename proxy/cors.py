@@ -16,7 +16,11 @@ def allows(origin: str, cors: Cors) -> bool:
     """Whether a page of this origin may call."""
     if "*" in cors.origins or origin in cors.origins:
         return True
-    return "loopback" in cors.origins and is_loopback((urlsplit(origin).hostname or "").lower())
+    try:
+        host = urlsplit(origin).hostname or ""
+    except ValueError:
+        return False
+    return "loopback" in cors.origins and is_loopback(host)
 
 
 def add_headers(request: Mapping[str, str], response: "CIMultiDict[str]", cors: Cors) -> None:
