@@ -147,7 +147,10 @@ class Upstream:
                 await client.write(rest)
             if not client.events.complete and answer.status == 200:
                 self._on_error("truncated")
-                raise UpstreamTruncated(f"the upstream '{self.name}' ended its stream before the answer was complete")
+                why = f": {client.events.appended}" if client.events.appended else ""
+                raise UpstreamTruncated(
+                    f"the upstream '{self.name}' ended its stream before the answer was complete{why}"
+                )
 
     @asynccontextmanager
     async def _answer(self, out: Outgoing) -> AsyncIterator[aiohttp.ClientResponse]:

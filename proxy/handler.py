@@ -12,6 +12,7 @@ No other module takes a lease, but for what `Runtime.hold_model` gives to speech
 import contextlib
 import logging
 import math
+import re
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -248,7 +249,7 @@ def _on_first_byte(fact: Facts, hold: Hold | None) -> Callable[[], None]:
 
 def is_anthropic(path: str) -> bool:
     """Whether a normalised path speaks Anthropic's protocol."""
-    return path.startswith(("/v1/messages", "/v/messages"))
+    return re.fullmatch(r"(?:/upstream/.*)?/v1?/messages(?:/.*)?", path) is not None
 
 
 def max_wait(request: web.BaseRequest) -> float | None:

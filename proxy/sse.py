@@ -60,6 +60,8 @@ class EventScanner:
         self._last = b""
         self.complete = self._pattern is None
         """The terminal event was seen, or none is known for this path."""
+        self.appended = ""
+        """What an error said that stood as bare JSON behind the events: llama-swap's way to say that a load failed."""
 
     def feed(self, data: bytes) -> bytes:
         """The next bytes from the upstream -> what can be sent now."""
@@ -72,14 +74,19 @@ class EventScanner:
         return self._pass(data[:end])
 
     def rest(self) -> bytes:
-        """After a clean end: the last line, where it had no line end."""
+        """After a clean end: the last line, where it had no line end and the stream is complete."""
         rest, self._held = self._held, b""
+        if not self.complete and self._pattern is not None and self._pattern.search(rest) is None:
+            self.appended = _error_message(rest)
+            return b""
         return self._pass(rest)
 
     @property
     def separator(self) -> bytes:
         """What must go before an event of our own: ends an event that the upstream left open."""
-        return b"" if not self._last or self._last.endswith((b"\n\n", b"\r\n\r\n", b"\r\r")) else b"\n"
+        if not self._last or self._last.endswith((b"\n\n", b"\r\n\r\n", b"\r\r")):
+            return b""
+        return b"\n\n" if self._last.endswith(b"\r") else b"\n"  # the first \n only completes a \r\n that was cut
 
     def _pass(self, data: bytes) -> bytes:
         if data:
@@ -90,7 +97,7 @@ class EventScanner:
 
 
 _DONE = rb"(?:^|[\r\n])data:\s*\[DONE\]"
-_CHAT_END = re.compile(_DONE + rb'|"finish_reason"\s*:\s*"')
+_CHAT_END = re.compile(_DONE + rb'|"finish_reason"\s*:\s*"[^"]')
 _ENDS: Mapping[str, re.Pattern[bytes]] = {
     "/chat/completions": _CHAT_END,
     "/completions": _CHAT_END,
@@ -102,7 +109,13 @@ _ENDS: Mapping[str, re.Pattern[bytes]] = {
 
 
 def _terminal_pattern(path: str) -> re.Pattern[bytes] | None:
-    for version in ("/v1/", "/v/"):
-        if path.startswith(version):
-            return _ENDS.get(path[len(version) - 1 :])
-    return None
+    match = re.fullmatch(r"(?:/upstream/.*)?/v1?(/.+)", path)
+    return _ENDS.get(match[1]) if match else None
+
+
+def _error_message(line: bytes) -> str:
+    try:
+        said = json.loads(line)["error"]
+        return str(said["message"] if isinstance(said, dict) else said)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
