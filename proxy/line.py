@@ -369,20 +369,10 @@ class Line:
             if (
                 room.mode is lane.mode
                 and (room is home or self._could_join(room, lane.model))
-                and all(self._keeps_out(room, older) for older in passed)
                 and self._is_open(room, lane, passed[0], now)
             ):
                 return room
         return None
-
-    def _keeps_out(self, room: Room, waiter: Lane) -> bool:
-        """Does the waiter wait for this room, and not only for others?"""
-        if room.mode is Mode.WRITE or waiter.mode is Mode.WRITE:
-            return True
-        if self._residency is None:
-            return False
-        held = frozenset(self._held.models)
-        return any(self._residency.hinders(held, waiter.model, model) for model in room.models)
 
     def _could_join(self, room: Room, model: str) -> bool:
         return self._residency is not None and self._residency.admits(frozenset(room.models), model)
