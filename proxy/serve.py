@@ -39,11 +39,11 @@ async def serve(settings: Config) -> None:
     watching = [
         asyncio.create_task(_watch(settings.path, reload)),
         asyncio.create_task(_reload(runtime, reload)),
-        asyncio.create_task(_welcome(runtime)),
     ]
     try:
         site = web.TCPSite(runner, host, port, reuse_address=True, backlog=512)
         await site.start()
+        watching.append(asyncio.create_task(_welcome(runtime)))  # not before its address answers
         _announce(runtime)
         await stop.wait()
         logger.info("stopping: no new requests, those that run have %g s", runtime.config.drain_timeout)

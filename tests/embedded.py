@@ -48,6 +48,7 @@ class Server:
         self.log = path.with_suffix(".log")
 
     async def start(self) -> None:
+        self.welcome = ""
         with self.log.open("wb") as log:
             self.process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "proxy", "serve", "--config", str(self.path),
