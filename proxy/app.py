@@ -137,14 +137,17 @@ def _refuse_method(path: str, methods: list[str]) -> _Endpoint:
 def _middleware(runtime: Runtime) -> Any:
     """Outermost: who calls, what it cost, and every error as a response. Errors become responses here alone."""
 
+    live: set[str] = set()
+
     @web.middleware
     async def middleware(request: web.Request, handler: _Endpoint) -> web.StreamResponse:
         started = time.monotonic()
         path = normalise(request.rel_url.raw_path)
         name = f"{request.method} {path if path in ROUTES else 'other'}"
         with runtime.tracing.request_span(request.headers, name) as trace:
-            fact = Facts(_request_id(request), path, trace)
+            fact = Facts(_request_id(request, live), path, trace)
             request[FACTS] = fact
+            live.add(fact.id)
             code = 499
             try:
                 response = await _answer(request, handler, runtime, fact)
@@ -158,6 +161,7 @@ def _middleware(runtime: Runtime) -> Any:
                     runtime.metrics.disconnected(fact.phase)
                 raise
             finally:
+                live.discard(fact.id)
                 trace.set({"http.response.status_code": code})
                 if not fact.watches:
                     seconds = time.monotonic() - started
@@ -230,6 +234,7 @@ async def _expect(request: web.Request) -> web.StreamResponse | None:
     return None
 
 
-def _request_id(request: web.BaseRequest) -> str:
+def _request_id(request: web.BaseRequest, live: Set[str]) -> str:
+    """The client's own id where it is one, and no other request under way has it: `DELETE /lease/{id}` means one."""
     given = request.headers.get("X-Request-Id", "")
-    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    return given if _REQUEST_ID.fullmatch(given) and given not in live else uuid.uuid4().hex
