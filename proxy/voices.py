@@ -218,9 +218,9 @@ def check_name(name: str) -> str:
 
 
 def voice_id(name: str) -> str:
-    """The id for a name: [a-z0-9_-], not empty; names without such letters get a digest of themselves."""
+    """The id for a name: 1 to 64 of [a-z0-9_-]; names without such letters get a digest of themselves."""
     plain = unicodedata.normalize("NFKD", name).encode("ascii", "ignore").decode("ascii").lower()
-    slug = re.sub(r"[^a-z0-9_]+", "-", plain).strip("-")
+    slug = re.sub(r"[^a-z0-9_]+", "-", plain)[:_MAX_NAME].strip("-")
     return slug or "voice-" + hashlib.sha256(name.encode("utf-8")).hexdigest()[:12]
 
 

@@ -237,7 +237,7 @@ async def test_other_ways_to_manage_voices_reach_the_upstream(tmp_path: Path) ->
 @given(st.text(min_size=1, max_size=64))
 def test_an_id_has_no_path_in_it(name: str) -> None:
     id = voice_id(name)
-    assert id
+    assert 1 <= len(id) <= 64
     assert set(id) <= set("abcdefghijklmnopqrstuvwxyz0123456789_-")
     assert voice_id(id) == id
 
