@@ -9,11 +9,13 @@ shapes alone; times at --depth, 4 unless told: ratios hardly depend on it, but s
 import itertools
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from backends.cosyvoice.dit import MELS, DiT, DiTDims
@@ -41,8 +43,31 @@ class Way:
         return sum(self.seconds)
 
 
-def flow_dims(depth: int) -> FlowDims:
-    return FlowDims(6561, 1024, DiTDims(1024, depth, heads=16, dim_head=64, ff_dim=2048, position_groups=16))
+@dataclass(frozen=True)
+class Plan:
+    """What is measured: the width of the networks, the layers that are timed, tokens of prompt and speech.
+
+    FLOPs are counted on shapes alone ("meta"), or by doing the work ("cpu") where that takes less time."""
+
+    width: int
+    depth: int
+    prompt: int
+    tokens: int
+    count_on: str
+
+    def flow_dims(self, depth: int) -> FlowDims:
+        dit = DiTDims(self.width, depth, heads=self.width // 64, dim_head=64, ff_dim=2 * self.width, position_groups=16)
+        return FlowDims(6561, self.width, dit)
+
+    def hift_dims(self) -> HiFTDims:
+        return HiFTDims(self.width // 2, self.width // 2)
+
+    def steps(self) -> list[Step]:
+        """All pieces of the utterance, its tokens having come."""
+        schedule, steps = Schedule(self.prompt), []
+        while step := schedule.next_ready(self.tokens, done=True):
+            steps.append(step)
+        return steps
 
 
 def randomised(network: nn.Module) -> nn.Module:
@@ -61,18 +86,19 @@ def randomised(network: nn.Module) -> nn.Module:
 class FlowBench:
     """The flow on one device: "cpu" to measure time, "meta" to count FLOPs."""
 
-    def __init__(self, depth: int, device: str, prompt_tokens: int, tokens: int) -> None:
+    def __init__(self, plan: Plan, depth: int, device: str) -> None:
+        dims = plan.flow_dims(depth)
         with torch.device(device):
-            network = FlowNetwork(flow_dims(depth))
-            self.clock = DiT(flow_dims(depth).dit)  # its layers of the time: `Flow` drops its own
+            network = FlowNetwork(dims)
+            self.clock = DiT(dims.dit)  # its layers of the time: `Flow` drops its own
             self.embedding = torch.randn(SPEAKER_DIM)
-            self.prompt_mel = torch.randn(MELS, 2 * prompt_tokens)
+            self.prompt_mel = torch.randn(MELS, 2 * plan.prompt)
         randomised(network)
         self.flow = Flow(network, device=device)
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(0, 6561, (prompt_tokens + tokens,), generator=generator).tolist()
-        self.prompt, self.tokens = ids[:prompt_tokens], ids[prompt_tokens:]
-        self.steps = schedule(prompt_tokens, tokens)
+        ids = torch.randint(0, 6561, (plan.prompt + plan.tokens,), generator=generator).tolist()
+        self.prompt, self.tokens = ids[: plan.prompt], ids[plan.prompt :]
+        self.steps = plan.steps()
         self.grid = [moment.to(device) for moment in time_grid()[:-1]]
 
     def prepare(self) -> VoicePrefix:
@@ -88,7 +114,7 @@ class FlowBench:
             mel = self.flow.whole(self.tokens[: step.num_tokens], voice, streaming=True, final=step.final)
             return mel[:, 2 * step.token_offset :]
 
-        return [lambda step=step: chunk(step) for step in self.steps]
+        return [partial(chunk, step) for step in self.steps]
 
     def continued(self, voice: VoicePrefix | None) -> Iterable[Callable[[], Tensor]]:
         """One call for each chunk; without a voice the first one prepares it."""
@@ -103,20 +129,19 @@ class FlowBench:
 
         ends = [0, *(step.num_tokens for step in self.steps)]
         pieces = [self.tokens[begin:end] for begin, end in itertools.pairwise(ends)]
-        return [lambda step=step, new=new: chunk(step, new) for step, new in zip(self.steps, pieces, strict=True)]
+        return [partial(chunk, step, new) for step, new in zip(self.steps, pieces, strict=True)]
 
 
 class VocoderBench:
     """The vocoder on one device, over the mel of the same chunks."""
 
-    def __init__(self, device: str, prompt_tokens: int, tokens: int) -> None:
+    def __init__(self, plan: Plan, device: str) -> None:
         with torch.device(device):
-            network = HiFT(HiFTDims(512, 512))
-            self.mel = torch.randn(MELS, 2 * tokens)
+            network = HiFT(plan.hift_dims())
+            self.mel = torch.randn(MELS, 2 * plan.tokens)
         randomised(network)
         self.vocoder = Vocoder(network, device=device)
-        steps = schedule(prompt_tokens, tokens)
-        self.ends = [2 * (step.num_tokens - (0 if step.final else 3)) for step in steps]
+        self.ends = [2 * (step.num_tokens - (0 if step.final else LOOK_AHEAD)) for step in plan.steps()]
 
     def recomputed(self) -> Iterable[Callable[[], Tensor]]:
         def chunk(begin: int, end: int) -> Tensor:
@@ -124,7 +149,7 @@ class VocoderBench:
             audio = self.vocoder.whole(self.mel[:, :end], final=final)
             return audio[FRAME_SAMPLES * max(0, begin - HELD_BACK) :]
 
-        return [lambda begin=begin, end=end: chunk(begin, end) for begin, end in self._pieces()]
+        return [partial(chunk, begin, end) for begin, end in self._pieces()]
 
     def continued(self) -> Iterable[Callable[[], Tensor]]:
         state = self.vocoder.start()
@@ -134,17 +159,10 @@ class VocoderBench:
             audio, state = self.vocoder.step(self.mel[:, begin:end], state, final=end == self.mel.shape[1])
             return audio
 
-        return [lambda begin=begin, end=end: chunk(begin, end) for begin, end in self._pieces()]
+        return [partial(chunk, begin, end) for begin, end in self._pieces()]
 
     def _pieces(self) -> list[tuple[int, int]]:
         return list(itertools.pairwise([0, *self.ends]))
-
-
-def schedule(prompt_tokens: int, tokens: int) -> list[Step]:
-    plan, steps = Schedule(prompt_tokens), []
-    while step := plan.next_ready(tokens, done=True):
-        steps.append(step)
-    return steps
 
 
 def timed(name: str, calls: Iterable[Callable[[], Tensor]]) -> tuple[Way, Tensor]:
@@ -160,7 +178,8 @@ def counted(calls: Iterable[Callable[[], Tensor]]) -> list[float]:
     """FLOPs of each call."""
     counts = []
     for call in calls:
-        with FlopCounterMode(display=False) as counter:
+        # The counter knows the products that attention is made of, and not every kernel that does them at once.
+        with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
             call()
         counts.append(float(counter.get_total_flops()))
     return counts
@@ -171,19 +190,19 @@ def at_published_depth(one: list[float], two: list[float]) -> list[float]:
     return [first + (PUBLISHED_DEPTH - 1) * (second - first) for first, second in zip(one, two, strict=True)]
 
 
-def measure_flow(report: Report, depth: int, prompt: int, tokens: int) -> None:
-    bench = FlowBench(depth, "cpu", prompt, tokens)
+def measure_flow(report: Report, plan: Plan) -> None:
+    bench = FlowBench(plan, plan.depth, "cpu")
     voice = bench.prepare()  # also warms up caches and memory
     recomputed, wanted = timed("recomputed", bench.recomputed(voice))
     cold, cold_mel = timed("continued, cold voice", bench.continued(None))
     warm, warm_mel = timed("continued, warm voice", bench.continued(voice))
-    one, two = (FlowBench(count, "meta", prompt, tokens) for count in (1, 2))
+    one, two = (FlowBench(plan, depth, plan.count_on) for depth in (1, 2))
     first, second = one.prepare(), two.prepare()
     recomputed.flops = at_published_depth(counted(one.recomputed(first)), counted(two.recomputed(second)))
     cold.flops = at_published_depth(counted(one.continued(None)), counted(two.continued(None)))
     warm.flops = at_published_depth(counted(one.continued(first)), counted(two.continued(second)))
     ways = [recomputed, cold, warm]
-    add_tables(report, f"Flow, depth {depth}", ways, f"FLOPs, depth {PUBLISHED_DEPTH}")
+    add_tables(report, f"Flow, depth {plan.depth}", ways, f"FLOPs, depth {PUBLISHED_DEPTH}")
     report.targets += [
         Target("flow, warm: last chunk / second chunk", warm.seconds[-1] / warm.seconds[1], 1.2, unit="x"),
         Target("flow, cold: last chunk / second chunk", cold.seconds[-1] / cold.seconds[1], 1.2, unit="x"),
@@ -201,7 +220,7 @@ def measure_flow(report: Report, depth: int, prompt: int, tokens: int) -> None:
         ["", "float32", "float16"],
         [
             ["a second of speech", per_second / 1e6, per_second / 2e6],
-            [f"a voice of {prompt / TOKENS_PER_SECOND:g} s", per_voice / 1e6, per_voice / 2e6],
+            [f"a voice of {plan.prompt / TOKENS_PER_SECOND:g} s", per_voice / 1e6, per_voice / 2e6],
         ],
     )
     report.data["flow"] = {way.name: {"seconds": way.seconds, "flops": way.flops} for way in ways}
@@ -214,12 +233,12 @@ def memory(bench: FlowBench, voice: VoicePrefix) -> list[float]:
     return [float(state.nbytes), float(voice.nbytes)]
 
 
-def measure_vocoder(report: Report, prompt: int, tokens: int) -> None:
-    bench = VocoderBench("cpu", prompt, tokens)
+def measure_vocoder(report: Report, plan: Plan) -> None:
+    bench = VocoderBench(plan, "cpu")
     bench.vocoder.whole(bench.mel[:, :60])  # warms up
     recomputed, wanted = timed("recomputed", bench.recomputed())
     steps, audio = timed("continued", bench.continued())
-    shapes = VocoderBench("meta", prompt, tokens)
+    shapes = VocoderBench(plan, plan.count_on)
     recomputed.flops, steps.flops = counted(shapes.recomputed()), counted(shapes.continued())
     add_tables(report, "Vocoder", [recomputed, steps], "FLOPs")
     report.targets.append(Target("vocoder: all chunks / recomputed", steps.total / recomputed.total, 0.3, unit="x"))
@@ -254,17 +273,17 @@ def main() -> None:
     )
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    seconds, prompt_seconds = (4, 2) if arguments.quick else (8, 5)
-    depth = 1 if arguments.quick else arguments.depth
-    tokens, prompt = seconds * TOKENS_PER_SECOND, prompt_seconds * TOKENS_PER_SECOND
-    title = f"CosyVoice streaming: {seconds} s of speech, {prompt_seconds} s of prompt"
-    report = Report("streaming", title, quick=arguments.quick)
-    measure_flow(report, depth, prompt, tokens)
-    measure_vocoder(report, prompt, tokens)
-    report.notes.append(
-        "seconds are processor time of the one thread; random weights, published widths, float32, one run"
-    )
-    report.data["depth"] = depth
+    plan = Plan(128, 1, 50, 100, "cpu") if arguments.quick else Plan(1024, arguments.depth, 125, 200, "meta")
+    spoken, prompt = plan.tokens // TOKENS_PER_SECOND, plan.prompt // TOKENS_PER_SECOND
+    report = Report("streaming", f"CosyVoice streaming: {spoken} s of speech, {prompt} s of prompt", arguments.quick)
+    measure_flow(report, plan)
+    measure_vocoder(report, plan)
+    widths = "published widths" if plan.width == 1024 else "an eighth of the published widths"
+    report.notes.append(f"seconds are processor time of the one thread; random weights, {widths}, float32, one run")
+    report.data["plan"] = asdict(plan)
+    if arguments.quick:
+        report.targets.clear()
+        report.notes.append("targets are judged at the published widths only: run without --quick")
     report.finish(arguments.json)
 
 

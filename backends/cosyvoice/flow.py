@@ -195,7 +195,8 @@ class Flow:
         with torch.inference_mode():
             precise = dtype if dtype == torch.float64 else torch.float32
             estimator.to(precise)
-            tables = [estimator.modulation(time.to(precise)) for time in time_grid()[:EULER_STEPS]]
+            weight = estimator.proj_out.weight
+            tables = [estimator.modulation(time.to(weight)) for time in time_grid()[:EULER_STEPS]]
         self._modulations = [Modulation(*(part.to(self.device, dtype) for part in table)) for table in tables]
         estimator.drop_time_weights()
         frequencies = estimator.rotary_embed.inv_freq
