@@ -248,6 +248,11 @@ class Lease:
         """Nobody holds and nobody waits."""
         return not self._running and not self._waiting
 
+    @property
+    def held(self) -> frozenset[str]:
+        """The models of those who hold, but for mode `none`."""
+        return frozenset(ticket.model for ticket in self._running if ticket.mode is not Mode.NONE)
+
     def cancel(self, ticket_id: str) -> bool:
         """Takes a waiting or a running request out. False where there is none of that id."""
         error = LeaseCancelled()
@@ -309,7 +314,7 @@ class Lease:
                 Waiter(t.id, t.model, t.group, t.mode, hold.waited, position, t.number)
                 for position, (t, hold) in enumerate(self._waiting.items(), 1)
             ),
-            room=tuple(sorted({t.model for t in self._running if t.mode is not Mode.NONE})),
+            room=tuple(sorted(self.held)),
             rooms=tuple(
                 RoomView(r.mode, tuple(sorted(r.models)), now - r.since, None if r.opened is None else now - r.opened)
                 for r in self._line.rooms

@@ -162,6 +162,7 @@ class Residency:
         self._always = frozenset((*always, "", "*"))
         self._admits = lru_cache(8192)(self._decide)
         self._hinders = lru_cache(8192)(self._look_for_hindrance)
+        self._after = lru_cache(8192)(self._load)
         self._words: tuple[str, ...] | None = None
 
     # What a Line asks
@@ -181,12 +182,7 @@ class Residency:
 
     def after(self, resident: frozenset[str], held: frozenset[str], model: str) -> frozenset[str]:
         """What is resident once `model` is loaded: as much stays as can, the dearest first; all of `held` stays."""
-        model = self.id(model)
-        if model in self._names or not self._concerns(model):
-            return resident
-        for gone in self._evictions(resident - {model}, {self.id(name) for name in held}, model):
-            return resident - gone | {model}
-        return resident | {model}
+        return self._after(resident, held, model)
 
     def words(self) -> tuple[str, ...]:
         """The rules for people: one line for each model that excludes others, then what is not about pairs."""
@@ -241,6 +237,14 @@ class Residency:
             for rules in self._sources
             if rules.speaks_of(model)
         )
+
+    def _load(self, resident: frozenset[str], held: frozenset[str], model: str) -> frozenset[str]:
+        model = self.id(model)
+        if model in self._names or not self._concerns(model):
+            return resident
+        for gone in self._evictions(resident - {model}, {self.id(name) for name in held}, model):
+            return resident - gone | {model}
+        return resident | {model}
 
     def _look_for_hindrance(self, held: frozenset[str], waiter: str, newcomer: str) -> bool:
         """Holders are taken away, one out of each set that keeps the waiter out, until only the newcomer does or

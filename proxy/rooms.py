@@ -6,7 +6,7 @@ or matrix, selectors, profiles and peers. It is not our file: unknown keys are i
 """
 
 import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,22 +96,33 @@ def swap_files(config: Config) -> tuple[Path, ...]:
     return tuple(config.resolve(upstream.swap_config) for upstream in config.upstreams.values() if upstream.swap_config)
 
 
-def _at_most(config: Config, upstream: str, count: int) -> AtMost:
-    groups = config.groups.values()
-    exact = {model: group.upstream for group in groups for model in group.models}
-    patterns = [(model, group.upstream) for group in groups for model in group.models if any(c in model for c in "*?[")]
+def places(config: Config) -> Callable[[str], str | None]:
+    """Where a model runs, by its name alone: the name of an upstream or a backend, or None."""
+    exact: dict[str, str | None] = {name: name for name in config.backends}
+    patterns: list[tuple[str, str | None]] = []
+    for group in config.groups.values():
+        place = group.upstream or group.backend
+        for model in group.models:
+            if any(char in model for char in "*?["):
+                patterns.append((model, place))
+            else:
+                exact.setdefault(model, place)
     default = config.groups.get(config.default_group or "")
-    fallback = None if default is None else default.upstream
-    local = config.backends.keys()
+    fallback = None if default is None else default.upstream or default.backend
 
-    def mine(model: str) -> bool:
-        if model in local:
-            return False
-        place = next((place for pattern, place in patterns if fnmatch.fnmatchcase(model, pattern)), fallback)
-        return exact.get(model, place) == upstream
+    def place_of(model: str) -> str | None:
+        if model in exact:
+            return exact[model]
+        return next((place for pattern, place in patterns if fnmatch.fnmatchcase(model, pattern)), fallback)
 
-    named = [model for model, place in exact.items() if place == upstream and not any(c in model for c in "*?[")]
-    return AtMost(count, upstream, mine, named)
+    return place_of
+
+
+def _at_most(config: Config, upstream: str, count: int) -> AtMost:
+    place_of = places(config)
+    models = (model for group in config.groups.values() for model in group.models if group.upstream == upstream)
+    named = [model for model in models if not any(char in model for char in "*?[")]
+    return AtMost(count, upstream, lambda model: place_of(model) == upstream, named)
 
 
 def _other_names(model: str, section: Mapping[str, Any]) -> Iterator[str]:
