@@ -6,7 +6,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterable, Iterator
 from typing import Any
 
 import aiohttp
@@ -234,7 +234,7 @@ async def _expect(request: web.Request) -> web.StreamResponse | None:
     return None
 
 
-def _request_id(request: web.BaseRequest, live: Set[str]) -> str:
+def _request_id(request: web.BaseRequest, live: Container[str]) -> str:
     """The client's own id where it is one, and no other request under way has it: `DELETE /lease/{id}` means one."""
     given = request.headers.get("X-Request-Id", "")
     return given if _REQUEST_ID.fullmatch(given) and given not in live else uuid.uuid4().hex
