@@ -112,7 +112,7 @@ class Upstream:
             await keep_alive.stop()
             if client.started and not _continues(client, answer):
                 raise await self._late_error(answer)
-            if answer.content_type == "text/event-stream":
+            if answer.content_type == "text/event-stream" and not _encoded(answer):
                 client.events = sse.EventScanner(out.path)
             if not client.started:
                 await client.start(answer.status, answer.reason, _head(answer))
@@ -154,8 +154,8 @@ class Upstream:
 
     @asynccontextmanager
     async def _answer(self, out: Outgoing) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The head of the answer, after what can be waited out was waited out."""
-        deadline = time.monotonic() + self.config.load_timeout
+        """The head of the answer, after what can be waited out was waited out: nothing where no model can be loading."""
+        deadline = time.monotonic() + (self.config.load_timeout if out.model else 0.0)
         pause = _FIRST_PAUSE
         while True:
             note = SimpleNamespace(reused=False)
@@ -341,7 +341,13 @@ def _head(answer: aiohttp.ClientResponse) -> "CIMultiDict[str]":
     if streamed or answer.content_type == "text/event-stream":
         headers.setdefault("X-Accel-Buffering", "no")
         headers.setdefault("Cache-Control", "no-cache")
+    if answer.content_type == "text/event-stream":
+        headers.popall("Content-Length", None)  # an error event may have to follow
     return headers
+
+
+def _encoded(answer: aiohttp.ClientResponse) -> bool:
+    return answer.headers.get("Content-Encoding", "identity").lower() != "identity"
 
 
 def _retry_after(answer: aiohttp.ClientResponse) -> float:
@@ -355,4 +361,5 @@ def _retry_after(answer: aiohttp.ClientResponse) -> float:
 def _continues(client: ClientStream, answer: aiohttp.ClientResponse) -> bool:
     """Whether the answer fits the head that a keep-alive has already sent."""
     begun: str = client.response.content_type
-    return begun == "application/json" or (answer.status == 200 and answer.content_type == begun)
+    fits = begun == "application/json" or (answer.status == 200 and answer.content_type == begun)
+    return fits and not _encoded(answer)

@@ -169,6 +169,7 @@ class Handler:
                 kind = "space"
         if kind == "off":
             return KeepAlive(client, kind, grace=0, interval=0)
+        out.headers["Accept-Encoding"] = "identity"  # our own bytes may go before the answer's
         lease = self._runtime.config.leases[self._runtime.lease_of(plan).name]
         return KeepAlive(client, kind, grace=lease.heartbeat, interval=lease.heartbeat_interval, model=plan.model)
 

@@ -87,10 +87,10 @@ class FaultyUpstream:
             await self.arrived.wait()
         return self.exchanges[requests - 1]
 
-    async def start(self) -> None:
-        """Listen on a free port of 127.0.0.1."""
+    async def start(self, port: int = 0) -> None:
+        """Listen on this port of 127.0.0.1, or a free one."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: _Protocol(self._connected), "127.0.0.1", 0)
+        self._server = await loop.create_server(lambda: _Protocol(self._connected), "127.0.0.1", port)
         self.url = "http://{}:{}".format(*self._server.sockets[0].getsockname())
 
     async def close(self) -> None:
