@@ -24,7 +24,7 @@ def draw(runs: Mapping[str, Played], path: Path) -> None:
     panels[-1].set_xlabel("seconds")
     panels[-1].set_xlim(left=0)
     kinds = [
-        kind for kind in _COLOURS if any(KINDS[o.arrival.model] == kind for r in runs.values() for o in r.outcomes)
+        kind for kind in _COLOURS if any(KINDS.get(o.arrival.model) == kind for r in runs.values() for o in r.outcomes)
     ]
     marks = [Patch(color=_COLOURS[kind], label=f"{kind}: has the GPU") for kind in kinds]
     marks += [Patch(color=_COLOURS[kind], alpha=0.25, label=f"{kind}: waits") for kind in kinds]
@@ -39,7 +39,7 @@ def _panel(axes: Axes, title: str, run: Played) -> None:
     for began, ready, _ in run.loads:
         axes.axvspan(began, ready, color="#dddddd", linewidth=0, zorder=0)
     for row, outcome in enumerate(sorted(run.outcomes, key=lambda o: o.sent)):
-        kind = KINDS[outcome.arrival.model]
+        kind = KINDS.get(outcome.arrival.model, "chat")
         colour, height = _COLOURS[kind], 1.0 if kind == "chat" else 2.4
         axes.barh(row, outcome.wait, height, outcome.sent, color=colour, alpha=0.25, linewidth=0)
         axes.barh(row, outcome.ended - outcome.served, height, outcome.served, color=colour, linewidth=0)

@@ -7,7 +7,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,12 +16,13 @@ import aiohttp
 import yaml
 
 from bench._contenders import Server, free_port
+from proxy.trace import Trace, read
 from tests.fakes import FakeModel, FakeSwapper
 
 SPEED = 20.0
 LIMIT = 100
 """Requests of one model at the swapper. llama-swap's own default, 10, would answer 429 to bursts of the unfair order."""
-KINDS = {"q": "chat", "v": "vision", "t": "speech", "a": "a", "b": "b", "c": "c"}
+KINDS = {"q": "chat", "v": "vision", "t": "speech"}
 
 
 @dataclass(frozen=True)
@@ -42,20 +43,35 @@ class Scenario:
     loads: Mapping[str, float]
     matrix: str
 
+    def kind(self, model: str) -> str:
+        """What its requests are for: chat, vision, speech, or the model itself."""
+        return KINDS.get(model, model)
+
+    @property
+    def speech(self) -> list[str]:
+        """The models that speak: they write, all others read."""
+        return [model for model in self.loads if self.kind(model) == "speech"]
+
 
 @dataclass(frozen=True)
 class Policy:
-    """A contender: `lease` None is FakeSwapper alone, else the settings of the lease in front of it."""
+    """A contender: `lease` None is FakeSwapper alone, else the settings of the lease in front of it.
+
+    `simulated`: what proxy/simulate.py calls it.
+    """
 
     name: str
+    simulated: str
     lease: Mapping[str, Any] | None
 
 
 POLICIES = (
-    Policy("llama-swap's order, alone", None),
-    Policy("fifo", {"order": "fifo"}),
-    Policy("phases", {"order": "phases", "max_slice": 30 / SPEED}),
-    Policy("phases, patience 45 s", {"order": "phases", "max_slice": 30 / SPEED, "patience": 45 / SPEED}),
+    Policy("llama-swap's order, alone", "llama-swap", None),
+    Policy("fifo", "fifo", {"order": "fifo"}),
+    Policy("phases", "phases", {"order": "phases", "max_slice": 30 / SPEED}),
+    Policy(
+        "phases, patience 45 s", "phases + 45 s", {"order": "phases", "max_slice": 30 / SPEED, "patience": 45 / SPEED}
+    ),
 )
 
 
@@ -104,12 +120,26 @@ def letters(text: str) -> Scenario:
     return Scenario(" ".join(text), arrivals, dict.fromkeys("abc", 5.0), "a | b | c")
 
 
+def of_trace(path: Path, seconds: float) -> tuple[Scenario, Trace]:
+    """The beginning of a trace file, as a scenario and as a trace. Raises ConfigError, OSError."""
+    with path.open() as lines:
+        whole = read(lines, path.name)
+    part = replace(whole, requests=[request for request in whole.requests if request.at < seconds])
+    loads = {name: model.load for name, model in part.models.items()}
+    arrivals = [Arrival(request.at, request.model, request.work) for request in part.requests]
+    together = " & ".join(f"({' | '.join(names)})" for names in part.exclusive)
+    return Scenario(f"{seconds / 60:g} minutes of {path.name}", arrivals, loads, together), part
+
+
 async def play(scenario: Scenario, policy: Policy) -> Played:
     """Send the whole load in real time and wait for its end. Raises RuntimeError when a request fails."""
     async with _served(scenario, policy) as (fake, url), _session() as http:
         began = fake.now() + 2.0
         outcomes = await asyncio.gather(
-            *(_ask(http, url, fake, i, arrival, began) for i, arrival in enumerate(scenario.arrivals))
+            *(
+                _ask(http, url, fake, i, arrival, began, speech=arrival.model in scenario.speech)
+                for i, arrival in enumerate(scenario.arrivals)
+            )
         )
         ready = fake.events_of("ready")
         loads = [
@@ -134,19 +164,21 @@ async def _served(scenario: Scenario, policy: Policy) -> AsyncIterator[tuple[Fak
             return
         with (
             TemporaryDirectory(prefix="llama-lease-bench-") as folder,
-            start_llama_lease(Path(folder), fake, policy.lease) as server,
+            start_llama_lease(Path(folder), fake, policy.lease, scenario.speech) as server,
         ):
             await asyncio.to_thread(server.wait)
             yield fake, server.url.removesuffix("/v1/chat/completions")
 
 
-def start_llama_lease(folder: Path, fake: FakeSwapper, lease: Mapping[str, Any]) -> Server:
+def start_llama_lease(folder: Path, fake: FakeSwapper, lease: Mapping[str, Any], speech: Sequence[str]) -> Server:
     """llama-lease in front of a FakeSwapper whose configuration it reads."""
     port = free_port()
     (folder / "llama-swap.yaml").write_text(yaml.safe_dump(fake.config()))
-    speech = [name for name in fake.models if KINDS[name] == "speech"]
     read = {"mode": "read", "models": [name for name in fake.models if name not in speech], "upstream": "swap"}
-    groups = {"chat": read, **({"speech": {"mode": "write", "models": speech, "upstream": "swap"}} if speech else {})}
+    groups = {
+        "chat": read,
+        **({"speech": {"mode": "write", "models": list(speech), "upstream": "swap"}} if speech else {}),
+    }
     config = {
         "listen": f"127.0.0.1:{port}",
         "data_dir": "data",
@@ -161,11 +193,17 @@ def start_llama_lease(folder: Path, fake: FakeSwapper, lease: Mapping[str, Any])
 
 
 async def _ask(
-    http: aiohttp.ClientSession, url: str, fake: FakeSwapper, number: int, arrival: Arrival, began: float
+    http: aiohttp.ClientSession,
+    url: str,
+    fake: FakeSwapper,
+    number: int,
+    arrival: Arrival,
+    began: float,
+    *,
+    speech: bool,
 ) -> Outcome:
     await fake.sleep(max(0.0, began + arrival.at - fake.now()))
     sent = fake.now()
-    speech = KINDS[arrival.model] == "speech"
     path = "/v1/audio/speech" if speech else "/v1/chat/completions"
     said = {"input": "Hello."} if speech else {"messages": [{"role": "user", "content": "hi"}], "stream": True}
     headers = {"X-Bench-Number": str(number), "X-Fake-Work": str(arrival.work)}

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench._common import Report, Target, options, percentile
-from bench._scenarios import KINDS, POLICIES, SPEED, Played, Policy, Scenario, letters, overlapping, play
+from bench._scenarios import POLICIES, SPEED, Played, Policy, Scenario, letters, of_trace, overlapping, play
+from proxy import simulate
 
+BUSY = Path(__file__).resolve().parent.parent / "examples" / "busy.jsonl"
 GIVE_UP = (5, 60, 120)
 COLUMNS = ("order", "requests for", "mean", "p50", "p95", "longest", "loads", "makespan",
            *(f"lost to {s} s" for s in GIVE_UP))  # fmt: skip
@@ -29,17 +31,17 @@ async def rounds(scenario: Scenario, policies: Sequence[Policy], count: int) -> 
     return runs
 
 
-def rows(runs: Runs) -> list[tuple[object, ...]]:
+def rows(scenario: Scenario, runs: Runs) -> list[tuple[object, ...]]:
     """A table row for each order and kind of request; all rounds together."""
     found: list[tuple[object, ...]] = []
     for name, played in runs.items():
-        models = sorted({o.arrival.model for run in played for o in run.outcomes}, key="qvtabc".index)
+        models = list(scenario.loads)
         for model in [*models, None] if len(models) > 1 else models:
             waits = [wait for run in played for wait in run.waits(model)]
             lost = [sum(wait > limit for wait in waits) / len(waits) for limit in GIVE_UP]
             last = percentile([float(len(run.loads)) for run in played], 0.5), max(run.makespan for run in played)
             found.append(
-                (name, KINDS[model] if model else "all", sum(waits) / len(waits), percentile(waits, 0.5),
+                (name, scenario.kind(model) if model else "all", sum(waits) / len(waits), percentile(waits, 0.5),
                  percentile(waits, 0.95), max(waits), *last, *(f"{share:.0%}" for share in lost))
             )  # fmt: skip
     return found
@@ -72,8 +74,8 @@ async def measure(quick: bool) -> Report:
     for model in ("t", "v"):
         scenario = overlapping(model, seconds, (5.0,) if quick else (8.0, 32.0))
         runs = await rounds(scenario, policies, count)
-        report.add_table(f"{scenario.name} (seconds)", COLUMNS, rows(runs))
-        kind = KINDS[model]
+        report.add_table(f"{scenario.name} (seconds)", COLUMNS, rows(scenario, runs))
+        kind = scenario.kind(model)
         bound = worst_against_bound(runs[phases], model, scenario.loads[model])
         claim = f"{kind}'s longest wait, less 50 ms of wall time, against the rest of the running stream + the load"
         report.targets.append(Target(claim, bound, 1.15, unit="x"))
@@ -81,9 +83,30 @@ async def measure(quick: bool) -> Report:
         report.targets.append(Target(f"chat + {kind}: the same, alone", lost(runs[alone], 60), 1, "at least"))
     scenario = letters("ABA" if quick else "ABAACABC")
     runs = await rounds(scenario, policies, count)
-    report.add_table(f"{scenario.name} within one load (seconds)", COLUMNS, rows(runs))
+    report.add_table(f"{scenario.name} within one load (seconds)", COLUMNS, rows(scenario, runs))
     report.targets.append(Target(f"loads for {scenario.name}", max(len(run.loads) for run in runs[phases]), 3))
+    await trace(report, policies, 40.0 if quick else 600.0)
     return report
+
+
+async def trace(report: Report, policies: Sequence[Policy], seconds: float) -> None:
+    """The busy trace over HTTP, and the same by `simulate`: do they agree?"""
+    scenario, arrivals = of_trace(BUSY, seconds)
+    runs = await rounds(scenario, policies, 1)
+    report.add_table(f"{scenario.name} (seconds)", COLUMNS, rows(scenario, runs))
+    simulated = {row.policy: row for row in simulate.run(arrivals) if row.group == "all"}
+    found, apart = [], {"means": 0.0, "p95": 0.0}
+    for policy in policies:
+        row, waits = simulated[policy.simulated], [wait for run in runs[policy.name] for wait in run.waits()]
+        mean, p95 = sum(waits) / len(waits), percentile(waits, 0.95)
+        apart["means"] = max(apart["means"], abs(mean / row.mean - 1))
+        apart["p95"] = max(apart["p95"], abs(p95 / row.p95 - 1))
+        loads = len(runs[policy.name][0].loads)
+        found.append((policy.name, mean, row.mean, mean / row.mean, p95, row.p95, p95 / row.p95, loads, row.swaps))
+    columns = ("order", "mean", "simulated", "ratio", "p95", "simulated", "ratio", "loads", "simulated")
+    report.add_table("the same trace, over HTTP and simulated (seconds)", columns, found)
+    for what, most in apart.items():
+        report.targets.append(Target(f"{what} of the waits over HTTP, farthest from the simulated", most, 0.25))
 
 
 async def plot(path: Path) -> None:
