@@ -45,7 +45,7 @@ OpenLM = Callable[..., LanguageModel]
 
 
 def create(name: str, options: Mapping[str, Any], data_dir: Path) -> "CosyVoice":
-    """Raises InvalidInput (param: the option's name). Voices are kept under `data_dir`/voices."""
+    """Raises InvalidInput (param: the option's name). Voices are kept under `data_dir`/voices/`name`."""
     return CosyVoice(name, parse(options), data_dir)
 
 
@@ -74,7 +74,7 @@ class CosyVoice:
         self._options = options
         self._open_lm = open_lm
         self._threads = options.threads or min(8, _cores())
-        self._library = VoiceLibrary(data_dir / "voices")
+        self._library = VoiceLibrary(data_dir / "voices" / name)
         self._encoder = VoiceEncoder(options.model_dir, threads=self._threads)
         self._loaded: _Loaded | None = None
         self._busy = threading.Lock()
@@ -172,6 +172,8 @@ class CosyVoice:
         wanted = ("cosyvoice3.yaml", "flow.pt", "hift.pt", "campplus.onnx", "speech_tokenizer_v3.onnx", FOLDER)
         paths = find(folder, wanted)
         check_yaml(paths["cosyvoice3.yaml"])
+        tokenizer_size = self._tokenizer.size
+        self._prompts.split("Once, so that its grammars are read now.")
         device = _device(options)
         dtype = torch.float16 if options.dtype == "float16" else torch.float32
         with _device_errors(BackendUnavailable, f"{self.name} cannot be loaded to {device}"):
@@ -193,14 +195,11 @@ class CosyVoice:
             gpu_layers=gpu_layers,
             kept_bytes=options.prefix_cache_mb * _MEGABYTE,
         )
-        try:
-            if self._tokenizer.size > lm.text_rows:
-                raise BackendUnavailable(
-                    f"{llm}: knows {lm.text_rows} text ids, the tokenizer in {folder} has {self._tokenizer.size}"
-                )
-        except BaseException:
+        if tokenizer_size > lm.text_rows:
             lm.close()
-            raise
+            raise BackendUnavailable(
+                f"{llm}: knows {lm.text_rows} text ids, the tokenizer in {folder} has {tokenizer_size}"
+            )
         to_audio = TokensToAudio(flow, vocoder, first_hop=options.first_hop, final_chunk=options.final_chunk)
         return _Loaded(lm, to_audio, VoiceCache(options.voice_cache_mb * _MEGABYTE))
 

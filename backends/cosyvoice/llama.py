@@ -64,6 +64,7 @@ class Llama:
         self._model = _open_model(path, vocab_only=False, gpu_layers=gpu_layers)
         params = api.llama_context_default_params()
         params.n_ctx, params.n_batch, params.n_ubatch, params.n_seq_max = context, batch, batch, 1
+        params.n_outputs_max = 1  # else room for the scores of a whole batch is reserved on the device
         params.n_threads = params.n_threads_batch = threads
         params.no_perf = True
         self._context = api.llama_init_from_model(self._model, params)

@@ -1,6 +1,7 @@
 """The whole backend on the tiny model: three modes, both layouts, streaming and not, and everything that can go wrong."""
 
 import itertools
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from backends.errors import BackendUnavailable, Cancelled, InvalidInput, Synthes
 from tests.backends.cosyvoice.doubles import Gate, Wrapped
 from tests.tiny_cosyvoice import DATA
 
+DOCUMENT = Path(__file__).parents[3] / "docs" / "cosyvoice.md"
 TEXT = "Hello there, this is the thing."
 MODES = {"zero_shot": ("anna", ""), "cross_lingual": ("bea", ""), "instruct2": ("anna", "Please whisper.")}
 
@@ -259,7 +261,7 @@ def test_a_broken_default_voice_does_not_keep_the_others_from_being_used(
 ) -> None:
     data = Path(shutil.copytree(library, tmp_path / "data"))
     for name in ("audio.wav", "features.npz"):
-        (data / "voices" / "anna" / name).unlink()
+        (data / "voices" / "cv" / "anna" / name).unlink()
     backend = backends.create("cosyvoice", "cv", settings(tiny_model, voice="anna"), data)
     backend.load()
     with pytest.raises(BackendUnavailable, match=r"anna/audio.wav"):
@@ -439,3 +441,13 @@ def test_a_tokenizer_with_more_ids_than_the_language_model_has_rows_is_refused(
     config.write_text(config.read_text().replace('"151643"', '"152000"'))
     with pytest.raises(BackendUnavailable, match=r"knows 151936 text ids"):
         backends.create("cosyvoice", "cv", settings(model_copy), tmp_path).load()
+
+
+def test_the_document_shows_every_option_with_its_default() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (\S+) \|", DOCUMENT.read_text(), flags=re.MULTILINE)
+    shown = {name: default.strip("`") for name, default in rows}
+    expected = {}
+    for name, option in CosyVoiceOptions.model_fields.items():
+        default = "required" if option.is_required() else option.default
+        expected[name] = {None: "none", True: "true", False: "false", "": '""'}.get(default, str(default))
+    assert shown == expected
