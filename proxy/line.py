@@ -44,6 +44,10 @@ class Mode(StrEnum):
     NONE = "none"  # beside everybody
 
 
+# A member of an Enum is slow to get at, and the rules ask for nothing so often.
+READ, WRITE, NONE = Mode.READ, Mode.WRITE, Mode.NONE
+
+
 class Residency(Protocol):
     """Which models can be resident together. Every subset of what can be resident can be resident, too."""
 
@@ -143,21 +147,11 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Whom to grant next: the head of `lane`, into `room` (None: a new one)."""
+    """Whom to grant next: the head of `lane`, into `room` (None: its own, or a new one)."""
 
     lane: Lane
     room: Room | None
     overtakes: bool
-
-
-@dataclass(slots=True)
-class _Held:
-    """Who holds, counted."""
-
-    readers: int = 0
-    writers: int = 0
-    models: dict[str, int] = field(default_factory=dict)  # of readers and writers
-    in_flight: dict[str, int] = field(default_factory=dict)  # of all modes: what `limit` counts
 
 
 class Line:
@@ -169,18 +163,21 @@ class Line:
 
     def __init__(self, policy: Policy, residency: Residency | None = None, usual: Usual | None = None) -> None:
         self._policy = policy
+        self._phases = policy.order == "phases"
         self._residency = residency
         self._usual = usual
         self._count = 0
         self._lanes: dict[tuple[Mode, str], Lane] = {}
-        self._held = _Held()
+        self._readers = 0
+        self._writers = 0
+        self._models: dict[str, int] = {}  # how many of each model hold, but for mode none
+        self._beside: dict[str, int] = {}  # of mode none
         self._rooms: list[Room] = []
         self.resident: frozenset[str] = frozenset()
         """The models that the grants so far have left resident; whoever knows better may correct it."""
 
     def __repr__(self) -> str:
-        held = self._held
-        return f"<Line {held.readers} read, {held.writers} write, {sum(1 for _ in self.waiting())} waiting>"
+        return f"<Line {self._readers} read, {self._writers} write, {sum(1 for _ in self.waiting())} waiting>"
 
     @property
     def rooms(self) -> Sequence[Room]:
@@ -206,15 +203,15 @@ class Line:
         self._count += 1
         ticket.number = self._count
         ticket.arrived = now
-        if not self._lanes and self._has_capacity(ticket) and self._fits(ticket.mode, ticket.model):
-            self._grant(ticket, self._home(ticket.mode, ticket.model), now)
+        mode, model = ticket.mode, ticket.model
+        if not self._lanes and self._fits(mode, model) and self._has_capacity(ticket):
+            self._grant(ticket, None, now)
             return (ticket,)
-        key = (ticket.mode, ticket.model)
-        lane = self._lanes.get(key)
+        lane = self._lanes.get((mode, model))
         if lane is not None:
             lane.tickets[ticket] = None  # behind a head that cannot enter either
             return ()
-        self._lanes[key] = Lane(ticket)
+        self._lanes[mode, model] = Lane(ticket)
         return self._admit(now)
 
     def leave(self, ticket: Ticket, now: float) -> Sequence[Ticket]:
@@ -242,34 +239,36 @@ class Line:
     def reconfigure(self, policy: Policy, residency: Residency | None, now: float) -> Sequence[Ticket]:
         """Other rules from now on. Everyone keeps their place; some may enter now."""
         self._policy = policy
+        self._phases = policy.order == "phases"
         self._residency = residency
-        if policy.order == "fifo":
+        if not self._phases:
             self._rooms = []
         return self._admit(now)
 
     # The three questions
 
     def _has_capacity(self, ticket: Ticket) -> bool:
-        return ticket.limit is None or self._held.in_flight.get(ticket.model, 0) < ticket.limit
+        limit, model = ticket.limit, ticket.model
+        return limit is None or self._models.get(model, 0) + self._beside.get(model, 0) < limit
 
     def _fits(self, mode: Mode, model: str) -> bool:
-        held = self._held
-        if mode is Mode.NONE:
+        if mode is NONE:
             return True
-        if mode is Mode.WRITE:
-            return not held.readers and not held.writers
-        if held.writers:
+        if mode is WRITE:
+            return not self._readers and not self._writers
+        if self._writers:
             return False
-        return self._residency is None or model in held.models or self._residency.admits(frozenset(held.models), model)
+        models = self._models
+        return self._residency is None or model in models or self._residency.admits(frozenset(models), model)
 
     def _hinders(self, lane: Lane, waiter: Lane) -> bool:
-        if lane.mode is Mode.NONE or waiter.mode is Mode.NONE:
+        if lane.mode is NONE or waiter.mode is NONE:
             return False
-        if lane.mode is Mode.WRITE or waiter.mode is Mode.WRITE:
+        if lane.mode is WRITE or waiter.mode is WRITE:
             return True
         if self._residency is None or lane.model == waiter.model:
             return False
-        return self._residency.hinders(frozenset(self._held.models), waiter.model, lane.model)
+        return self._residency.hinders(frozenset(self._models), waiter.model, lane.model)
 
     # Grants
 
@@ -300,65 +299,65 @@ class Line:
                 return _Entry(lane, room, overtakes=True)
         for lane, passed in able:
             if not passed:
-                return _Entry(lane, self._home(lane.mode, lane.model), overtakes=False)
+                return _Entry(lane, None, overtakes=False)
         return None
 
     def _grant(self, ticket: Ticket, room: Room | None, now: float) -> None:
-        held, mode, model = self._held, ticket.mode, ticket.model
+        mode, model = ticket.mode, ticket.model
         ticket.granted = now
-        held.in_flight[model] = held.in_flight.get(model, 0) + 1
-        if mode is Mode.NONE:
+        if mode is NONE:
+            self._beside[model] = self._beside.get(model, 0) + 1
             return
         if self._residency is not None and (name := self._residency.id(model)) not in self.resident:
-            self.resident = self._residency.after(self.resident, frozenset(held.models), model)
+            self.resident = self._residency.after(self.resident, frozenset(self._models), model)
             ticket.swaps = name in self.resident
-        held.models[model] = held.models.get(model, 0) + 1
-        if mode is Mode.READ:
-            held.readers += 1
+        self._models[model] = self._models.get(model, 0) + 1
+        if mode is READ:
+            self._readers += 1
         else:
-            held.writers += 1
-        if self._policy.order == "phases":
-            self._enter(ticket, room, now)
+            self._writers += 1
+        if self._phases:
+            room = room or self._home(mode, model) or self._open(mode, model, now)
+            room.models.add(model)
+            room.holders += 1
+            ticket.room = room
 
     def _release(self, ticket: Ticket, now: float) -> None:
-        held, model = self._held, ticket.model
-        _decrease(held.in_flight, model)
-        if ticket.mode is Mode.NONE:
-            return
-        _decrease(held.models, model)
-        if ticket.mode is Mode.READ:
-            held.readers -= 1
-        else:
-            held.writers -= 1
+        mode = ticket.mode
+        counts = self._beside if mode is NONE else self._models
+        left = counts.pop(ticket.model) - 1
+        if left:
+            counts[ticket.model] = left
+        if mode is READ:
+            self._readers -= 1
+        elif mode is WRITE:
+            self._writers -= 1
         room = ticket.room
         if room is not None:
             room.holders -= 1
             room.end_opening(now, self._count)
-            if not room.holders and not self._lanes:
-                self._rooms = [other for other in self._rooms if other is not room]
+            if not room.holders and not self._lanes and room in self._rooms:
+                self._rooms.remove(room)
 
     # Rooms
 
-    def _enter(self, ticket: Ticket, room: Room | None, now: float) -> None:
-        if room is None:
+    def _open(self, mode: Mode, model: str, now: float) -> Room:
+        if self._rooms:
             # Rooms that exclude the new one are over, even where a model of theirs that it can live with is still held.
-            self._rooms = [other for other in self._rooms if not self._excludes(other, ticket.mode, ticket.model)]
-            room = Room(ticket.mode, {ticket.model}, now)
-            self._rooms.append(room)
-        else:
-            room.models.add(ticket.model)
-        room.holders += 1
-        ticket.room = room
+            self._rooms = [other for other in self._rooms if not self._excludes(other, mode, model)]
+        room = Room(mode, {model}, now)
+        self._rooms.append(room)
+        return room
 
     def _home(self, mode: Mode, model: str) -> Room | None:
         """The room that a model is in already. Without residency all readers are one room, each write model is one."""
         for room in self._rooms:
-            if room.mode is mode and (model in room.models or (self._residency is None and mode is Mode.READ)):
+            if room.mode is mode and (model in room.models or (self._residency is None and mode is READ)):
                 return room
         return None
 
     def _excludes(self, room: Room, mode: Mode, model: str) -> bool:
-        if room.mode is Mode.WRITE or mode is Mode.WRITE:
+        if room.mode is WRITE or mode is WRITE:
             return True
         return self._residency is not None and not self._residency.admits(frozenset(room.models), model)
 
@@ -393,10 +392,3 @@ class Line:
         if self._usual is not None:
             usual = self._usual.length(lane.model) + self._usual.opening(oldest.model)
         return now - oldest.head.arrived + usual < policy.patience
-
-
-def _decrease(counts: dict[str, int], key: str) -> None:
-    if counts[key] == 1:
-        del counts[key]
-    else:
-        counts[key] -= 1
