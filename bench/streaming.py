@@ -273,12 +273,12 @@ def main() -> None:
     )
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    plan = Plan(128, 1, 50, 100, "cpu") if arguments.quick else Plan(1024, arguments.depth, 125, 200, "meta")
+    plan = Plan(64, 1, 40, 70, "cpu") if arguments.quick else Plan(1024, arguments.depth, 125, 200, "meta")
     spoken, prompt = plan.tokens // TOKENS_PER_SECOND, plan.prompt // TOKENS_PER_SECOND
     report = Report("streaming", f"CosyVoice streaming: {spoken} s of speech, {prompt} s of prompt", arguments.quick)
     measure_flow(report, plan)
     measure_vocoder(report, plan)
-    widths = "published widths" if plan.width == 1024 else "an eighth of the published widths"
+    widths = "published widths" if plan.width == 1024 else "a sixteenth of the published widths"
     report.notes.append(f"seconds are processor time of the one thread; random weights, {widths}, float32, one run")
     report.data["plan"] = asdict(plan)
     if arguments.quick:

@@ -1,9 +1,11 @@
 """A proxy over HTTP, and the two things that must hold after every fault."""
 
+import asyncio
 import gc
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 import pytest
@@ -11,6 +13,16 @@ import pytest
 from tests.fakes import FaultyUpstream, faults
 from tests.fakes.faulty import Behaviour
 from tests.proxy.served import Fault, Served, in_front_of, serve
+
+
+def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """The forwarding is tested on the loop that `llama-lease serve` runs on, where there is one."""
+    forwards = item.path.stem in ("test_children", "test_fairness", "test_faults", "test_forward", "test_relay")
+    if forwards and find_spec("uvloop") is not None:
+        import uvloop
+
+        return {"uvloop": uvloop.new_event_loop}
+    return {"asyncio": asyncio.new_event_loop}
 
 
 class StartFault(Protocol):
