@@ -142,6 +142,7 @@ def load_flow(
     noise: FlowNoise | None = None,
 ) -> Flow:
     """flow.pt, ready to use; the options are those of `Flow`. Raises BackendUnavailable."""
+    exact_convolutions(device)
     return Flow(
         load_flow_network(path),
         device=device,
@@ -160,7 +161,14 @@ def load_vocoder(
     noise: SourceNoise | None = None,
 ) -> Vocoder:
     """hift.pt, ready to use; the options are those of `Vocoder`. Raises BackendUnavailable."""
+    exact_convolutions(device)
     return Vocoder(load_hift_network(path), device=device, dtype=dtype, noise=noise)
+
+
+def exact_convolutions(device: torch.device | str) -> None:
+    """Float32 means float32: cuDNN would round a convolution's inputs to ten bits unless told otherwise."""
+    if torch.device(device).type == "cuda":
+        torch.backends.cudnn.allow_tf32 = False
 
 
 def flow_dims(shapes: Shapes) -> FlowDims:

@@ -156,7 +156,7 @@ class Vocoder:
     @torch.inference_mode()
     def pitch(self, mel: Tensor, state: VocoderState, final: bool) -> Tensor:
         """Hz of the frames that are ready, (m,) float64."""
-        precise = mel.to(self._precise_device, torch.float64)[None]
+        precise = mel.to(self._precise_device).double()[None]  # in this order: Apple's devices cannot convert
         out: Tensor = self._network.f0_predictor(precise, state.tails, final)
         return out
 

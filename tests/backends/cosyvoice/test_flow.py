@@ -233,6 +233,14 @@ def test_half_precision_keys_and_values_change_little_and_take_half_the_memory(f
     assert (found - wanted).square().mean().sqrt() < 1e-2 * wanted.std()
 
 
+def test_a_half_precision_network_changes_little(flow: Flow, voice: VoicePrefix) -> None:
+    halved = load_flow(FLOW, dtype=torch.float16)
+    wanted = torch.cat(in_steps(flow, voice, tokens(), [38, 63, 88, 113]), dim=1)
+    found = torch.cat(in_steps(halved, prepare(halved), tokens(), [38, 63, 88, 113]), dim=1)
+    assert found.dtype == torch.float32
+    assert (found - wanted).square().mean().sqrt() < 1e-2 * wanted.std()
+
+
 def test_a_window_bounds_the_memory_and_changes_nothing_before_it_is_full(flow: Flow, voice: VoicePrefix) -> None:
     windowed = load_flow(FLOW, max_cached_seconds=2)
     every = tokens() * 3
