@@ -8,7 +8,7 @@ shapes alone; times at --depth, 4 unless told: ratios hardly depend on it, but s
 
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -165,13 +165,17 @@ class VocoderBench:
         return list(itertools.pairwise([0, *self.ends]))
 
 
-def timed(name: str, calls: Iterable[Callable[[], Tensor]]) -> tuple[Way, Tensor]:
-    way, parts = Way(name), []
-    for call in calls:
-        begin = time.thread_time()
-        parts.append(call())
-        way.seconds.append(time.thread_time() - begin)
-    return way, torch.cat(parts, dim=-1)
+def timed(ways: dict[str, Iterable[Callable[[], Tensor]]]) -> Iterator[tuple[Way, Tensor]]:
+    """Each way's times and result. Chunk by chunk, one way after the other: what else the machine does meanwhile
+    then meets all of them."""
+    times = {name: Way(name) for name in ways}
+    parts: dict[str, list[Tensor]] = {name: [] for name in ways}
+    for chunk in zip(*ways.values(), strict=True):
+        for name, call in zip(ways, chunk, strict=True):
+            begin = time.thread_time()
+            parts[name].append(call())
+            times[name].seconds.append(time.thread_time() - begin)
+    return ((times[name], torch.cat(parts[name], dim=-1)) for name in ways)
 
 
 def counted(calls: Iterable[Callable[[], Tensor]]) -> list[float]:
@@ -193,9 +197,13 @@ def at_published_depth(one: list[float], two: list[float]) -> list[float]:
 def measure_flow(report: Report, plan: Plan) -> None:
     bench = FlowBench(plan, plan.depth, "cpu")
     voice = bench.prepare()  # also warms up caches and memory
-    recomputed, wanted = timed("recomputed", bench.recomputed(voice))
-    cold, cold_mel = timed("continued, cold voice", bench.continued(None))
-    warm, warm_mel = timed("continued, warm voice", bench.continued(voice))
+    (recomputed, wanted), (cold, cold_mel), (warm, warm_mel) = timed(
+        {
+            "recomputed": bench.recomputed(voice),
+            "continued, cold voice": bench.continued(None),
+            "continued, warm voice": bench.continued(voice),
+        }
+    )
     one, two = (FlowBench(plan, depth, plan.count_on) for depth in (1, 2))
     first, second = one.prepare(), two.prepare()
     recomputed.flops = at_published_depth(counted(one.recomputed(first)), counted(two.recomputed(second)))
@@ -236,8 +244,7 @@ def memory(bench: FlowBench, voice: VoicePrefix) -> list[float]:
 def measure_vocoder(report: Report, plan: Plan) -> None:
     bench = VocoderBench(plan, "cpu")
     bench.vocoder.whole(bench.mel[:, :60])  # warms up
-    recomputed, wanted = timed("recomputed", bench.recomputed())
-    steps, audio = timed("continued", bench.continued())
+    (recomputed, wanted), (steps, audio) = timed({"recomputed": bench.recomputed(), "continued": bench.continued()})
     shapes = VocoderBench(plan, plan.count_on)
     recomputed.flops, steps.flops = counted(shapes.recomputed()), counted(shapes.continued())
     add_tables(report, "Vocoder", [recomputed, steps], "FLOPs")
@@ -273,7 +280,7 @@ def main() -> None:
     )
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    plan = Plan(64, 1, 40, 70, "cpu") if arguments.quick else Plan(1024, arguments.depth, 125, 200, "meta")
+    plan = Plan(64, 1, 40, 45, "cpu") if arguments.quick else Plan(1024, arguments.depth, 125, 200, "meta")
     spoken, prompt = plan.tokens // TOKENS_PER_SECOND, plan.prompt // TOKENS_PER_SECOND
     report = Report("streaming", f"CosyVoice streaming: {spoken} s of speech, {prompt} s of prompt", arguments.quick)
     measure_flow(report, plan)
