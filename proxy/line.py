@@ -99,9 +99,8 @@ class Room:
     holders: int = 0
 
     def end_opening(self, now: float, youngest: int) -> None:
-        if self.opened is None:
-            self.opened = now
-            self.batch = youngest
+        self.opened = now
+        self.batch = youngest
 
 
 @dataclass(slots=True, eq=False)
@@ -233,7 +232,7 @@ class Line:
     def opened(self, ticket: Ticket, now: float) -> None:
         """The first byte of the ticket's answer: its room has opened."""
         ticket.opened = now
-        if ticket.room is not None:
+        if ticket.room is not None and ticket.room.opened is None:
             ticket.room.end_opening(now, self._count)
 
     def reconfigure(self, policy: Policy, residency: Residency | None, now: float) -> Sequence[Ticket]:
@@ -317,7 +316,9 @@ class Line:
         else:
             self._writers += 1
         if self._phases:
-            room = room or self._home(mode, model) or self._open(mode, model, now)
+            if room is None and self._rooms:
+                room = self._home(mode, model)
+            room = room or self._open(mode, model, now)
             room.models.add(model)
             room.holders += 1
             ticket.room = room
@@ -335,7 +336,8 @@ class Line:
         room = ticket.room
         if room is not None:
             room.holders -= 1
-            room.end_opening(now, self._count)
+            if room.opened is None:
+                room.end_opening(now, self._count)
             if not room.holders and not self._lanes and room in self._rooms:
                 self._rooms.remove(room)
 
