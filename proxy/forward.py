@@ -35,7 +35,10 @@ _HOP_BY_HOP = frozenset(
     ["connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
      "transfer-encoding", "upgrade"]
 )  # fmt: skip
-_NOT_FORWARDED = _HOP_BY_HOP | {"host", "authorization", "x-api-key", "content-length", "expect", "x-max-wait"}
+_NOT_FORWARDED = _HOP_BY_HOP | {
+    "host", "authorization", "x-api-key", "content-length", "expect", "x-max-wait",
+    "origin",  # who may call from a page is decided here; with another Host beside it, an upstream would refuse it
+}  # fmt: skip
 _NOT_RETURNED = _HOP_BY_HOP | {"x-request-id", "server-timing"}
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 _ERROR_BODY = 1 << 16

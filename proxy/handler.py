@@ -16,15 +16,17 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from urllib.parse import quote
 
 from aiohttp import hdrs, web
 from multidict import CIMultiDict
+from yarl import URL
 
 from proxy import body as bodies
-from proxy import facts, sse, websocket
+from proxy import cors, facts, sse, websocket
 from proxy.body import Body, Found
-from proxy.classify import Plan, Source, source
-from proxy.errors import BadRequest, ProxyError
+from proxy.classify import ALL_MODELS, Plan, Source, source
+from proxy.errors import BadRequest, Forbidden, ProxyError
 from proxy.facts import Facts
 from proxy.forward import Outgoing
 from proxy.lease import Hold
@@ -66,7 +68,6 @@ class Handler:
         plan = self._plan(request, fact, named, where)
         if plan.backend is not None:
             return await self._local(request, body, plan, fact)
-        target = request.rel_url.raw_path_qs
         if found is not None and body is not None and plan.model != found.model:
             body = await bodies.rename_model(
                 body,
@@ -76,12 +77,10 @@ class Handler:
                 request.headers.get(hdrs.CONTENT_ENCODING, ""),
                 self._runtime.config.max_body,
             )
-        elif where is Source.QUERY and plan.model != named:
-            target = str(request.rel_url.update_query(model=plan.model))
         protocol: sse.Protocol = "anthropic" if is_anthropic(fact.path) else "openai"
         out = Outgoing(
-            request.method, _clean(target, fact.path), fact.path, CIMultiDict(request.headers), body, plan.model,
-            fact.id, protocol,
+            request.method, _target(request.rel_url, fact.path, plan, where), fact.path, CIMultiDict(request.headers),
+            body, plan.model, fact.id, protocol,
         )  # fmt: skip
         try:
             return await self._forward(request, out, plan, fact, stream=found is not None and found.stream)
@@ -174,6 +173,7 @@ class Handler:
         return KeepAlive(client, kind, grace=lease.heartbeat, interval=lease.heartbeat_interval, model=plan.model)
 
     async def _websocket(self, request: web.Request, fact: Facts) -> web.StreamResponse:
+        self._check_origin(request)
         model, where = request.query.get("model"), source(request.method, fact.path)
         if where is Source.NOWHERE and model:
             where = Source.QUERY
@@ -181,9 +181,20 @@ class Handler:
         if plan.upstream is None:
             raise BadRequest(f"the model '{plan.model}' has no websocket", param="model")
         upstream = self._runtime.upstreams[plan.upstream]
-        target = _clean(request.rel_url.raw_path_qs, fact.path)
+        target = _target(request.rel_url, fact.path, plan, where)
         async with self._hold(request, plan, fact) as hold:
             return await websocket.relay(request, upstream, target, fact.id, hold)
+
+    def _check_origin(self, request: web.Request) -> None:
+        """CORS does not hold for websockets: a browser opens one for any page, and lets the page read it."""
+        origin = request.headers.get(hdrs.ORIGIN, "")
+        own = origin.partition("://")[2] == request.headers.get(hdrs.HOST, "")
+        if origin and not own and not cors.allows(origin, self._runtime.config.cors):
+            raise Forbidden(
+                f"pages of {origin} may not open a websocket here; add it to cors.origins in the configuration",
+                param="Origin",
+                code="origin_not_allowed",
+            )
 
     # -- speech -------------------------------------------------------------------------------------------------
 
@@ -267,7 +278,15 @@ def max_wait(request: web.BaseRequest) -> float | None:
     return seconds
 
 
-def _clean(target: str, path: str) -> str:
-    """Path and query for the upstream: the normalised path, the query as it came."""
-    _, mark, query = target.partition("?")
-    return path + mark + query
+def _target(url: URL, path: str, plan: Plan, where: Source) -> str:
+    """Path and query for the upstream: the normalised path, the query as it came, in both the model's own name.
+
+    Where the path may be a page's, its last slash stays: a swapper redirects /ui to /ui/, without end otherwise.
+    """
+    if where is Source.QUERY and url.query.get("model") != plan.model:
+        url = url.update_query(model=plan.model)
+    elif where is Source.UNLOAD and plan.model != ALL_MODELS:
+        path = "/api/models/unload/" + quote(plan.model)
+    elif where in (Source.NOWHERE, Source.PATH, Source.FIXED) and url.raw_path.endswith("/") and path != "/":
+        path += "/"
+    return f"{path}?{url.raw_query_string}" if url.raw_query_string else path
