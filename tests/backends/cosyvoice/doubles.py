@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import time
 from collections.abc import Callable, Generator
 
 from backends.cosyvoice.speech_lm import LanguageModel, LMPrompt
@@ -31,6 +32,7 @@ class Wrapped:
         """`before(n)` is called before token n (counted from 0) of each generation, in the thread that makes it."""
         self._inner, self._before = inner, before
         self.events: list[str] = []
+        self.stopped: Callable[[], bool] = lambda: False
         self._runs = itertools.count(1)
 
     @property
@@ -49,10 +51,18 @@ class Wrapped:
         self.events.append("closed")
         self._inner.close()
 
+    def until_stopped(self) -> None:
+        """For `before`: do not go on until the request that this generation is for has been stopped."""
+        deadline = time.monotonic() + 30
+        while not self.stopped():
+            assert time.monotonic() < deadline, "nobody stopped the request"
+            time.sleep(0.005)
+
     def generate(
         self, prompt: LMPrompt, *, seed: int | None, stopped: Callable[[], bool]
     ) -> Generator[int, None, None]:
         run = next(self._runs)
+        self.stopped = stopped
         self.events.append(f"began {run}")
         tokens = self._inner.generate(prompt, seed=seed, stopped=stopped)
         try:
