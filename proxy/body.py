@@ -110,7 +110,7 @@ async def find_model(body: Body, content_type: str, content_encoding: str, limit
         raise BadRequest(f"Content-Type {kind!r} is not one that names a model; send application/json", param="model")
 
     def look() -> Found:
-        return find(_inflate(body.content(), content_encoding.strip().lower(), limit))
+        return find(inflate(body.content(), content_encoding.strip().lower(), limit))
 
     return await asyncio.to_thread(look) if body.size > _CHUNK else look()
 
@@ -124,7 +124,7 @@ async def rename_model(
     encoding = content_encoding.strip().lower()
 
     def copy() -> Body:
-        data = _inflate(body.content(), encoding, limit)
+        data = inflate(body.content(), encoding, limit)
         file = tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY)  # noqa: SIM115 closed by close()
         pieces = [data[: found.start], name, data[found.end :]]
         if encoding not in _PLAIN:
@@ -135,7 +135,8 @@ async def rename_model(
     return await asyncio.to_thread(copy) if body.size > _CHUNK else copy()
 
 
-def _inflate(data: bytes, encoding: str, limit: int) -> bytes:
+def inflate(data: bytes, encoding: str, limit: int) -> bytes:
+    """The plain bytes of a body with this Content-Encoding. Raises BadRequest, and BodyTooLarge over `limit` bytes."""
     if encoding in _PLAIN:
         return data
     if encoding not in _WBITS:

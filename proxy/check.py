@@ -7,6 +7,7 @@ from proxy.classify import Classifier, Plan, normalise
 from proxy.config import Config
 from proxy.errors import ProxyError
 from proxy.forward import Upstream
+from proxy.rooms import residency_of
 from proxy.runtime import create_backends
 
 
@@ -58,8 +59,14 @@ async def overview(config: Config) -> str:
         for model in group.models
         if any(char in model for char in "*?[")
     ]
+    rules = [
+        f"lease {lease}: {line}"
+        for lease in config.leases
+        if (residency := residency_of(config, lease)) is not None
+        for line in residency.words()
+    ]
     default = f"other models: group {config.default_group}" if config.default_group else "other models: 404"
-    return "\n".join([f"{config.path} is valid.", "", *_table(rows), "", *patterns, default, *notes])
+    return "\n".join([f"{config.path} is valid.", "", *_table(rows), "", *patterns, default, *rules, *notes])
 
 
 def _mode(plan: Plan) -> str:

@@ -178,6 +178,10 @@ class Classifier:
             return group.upstream
         return next(iter(self._config.upstreams), None)
 
+    def names(self, model: str) -> bool:
+        """Whether a group names this model exactly."""
+        return model in self._exact
+
     def models(self) -> Iterator[tuple[str, str, Group]]:
         """Every model that the configuration names exactly: (model, group's name, group)."""
         for name, group in self._config.groups.items():

@@ -203,7 +203,9 @@ class Handler:
         assert plan.backend is not None
         if fact.path != "/v1/audio/speech" or body is None:
             raise BadRequest(f"the model '{plan.model}' speaks: it answers POST /v1/audio/speech only", param="model")
-        speech = parse(body.content(), self._runtime.speech_settings)
+        encoding = request.headers.get(hdrs.CONTENT_ENCODING, "")
+        plain = bodies.inflate(body.content(), encoding, self._runtime.config.max_body)
+        speech = parse(plain, self._runtime.speech_settings)
         body.close()
         backend = self._runtime.backend(plan.backend)
         settings = self._runtime.speech_settings

@@ -21,6 +21,7 @@ from typing import Literal, NamedTuple, Self
 
 from proxy.errors import HoldExpired, LeaseCancelled, LeaseClosed, LeaseError, NestedLease, QueueFull, WaitTooLong
 from proxy.line import Line, Mode, Policy, Residency, Ticket
+from proxy.snapshot import Holder, LeaseSnapshot, RoomView, Waiter
 from proxy.usual import Usual
 
 logger = logging.getLogger(__name__)
@@ -52,59 +53,6 @@ class LeaseEvent(NamedTuple):
     ticket: Ticket
     at: float
     reason: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """One who holds, in a snapshot. `held`: seconds since the grant; `opened`: its answer has begun; `number`: the
-    ticket's own, by which the feed of events names it."""
-
-    id: str
-    model: str
-    group: str
-    mode: Mode
-    waited: float
-    held: float
-    opened: bool
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Waiter:
-    """One who waits, in a snapshot. `position` counts from 1, by age; `waited`: seconds so far."""
-
-    id: str
-    model: str
-    group: str
-    mode: Mode
-    waited: float
-    position: int
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class RoomView:
-    """One room, in a snapshot: seconds since its first grant, and since it has opened (None: it opens)."""
-
-    mode: Mode
-    models: tuple[str, ...]
-    since: float
-    open_for: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class LeaseSnapshot:
-    """A lease at one moment. `room`: the models that hold it; `rules`: which exclude which, in words."""
-
-    name: str
-    order: str
-    closed: bool
-    holders: tuple[Holder, ...]
-    waiting: tuple[Waiter, ...]
-    room: tuple[str, ...]
-    rooms: tuple[RoomView, ...]
-    resident: tuple[str, ...]
-    rules: tuple[str, ...]
 
 
 # Whose block the current context is in. Child tasks inherit it, therefore a hold knows its task.
@@ -256,13 +204,13 @@ class Lease:
     def cancel(self, ticket_id: str) -> bool:
         """Takes a waiting or a running request out. False where there is none of that id."""
         error = LeaseCancelled()
-        waiting = [hold for ticket, hold in self._waiting.items() if ticket.id == ticket_id]
-        running = [hold for ticket, hold in self._running.items() if ticket.id == ticket_id]
-        for hold in waiting:
-            self._take_out(hold, "cancelled", "admin", error)
-        for hold in running:
-            hold._revoke(error)
-        return bool(waiting or running)
+        found = [hold for hold in (*self._waiting.values(), *self._running.values()) if hold.ticket.id == ticket_id]
+        for hold in found:
+            if hold.ticket in self._waiting:
+                self._take_out(hold, "cancelled", "admin", error)
+            else:  # also one of the same id that was granted because another has just left
+                hold._revoke(error)
+        return bool(found)
 
     def reconfigure(self, settings: LeaseSettings, residency: Residency | None) -> None:
         """Other settings from now on. Everyone keeps their place; the max_wait of those who wait stays as it was."""
@@ -281,9 +229,9 @@ class Lease:
     def close(self) -> None:
         """No more grants: those who wait get LeaseClosed, and so does everyone who comes. Holders are left alone."""
         self._closed = True
-        # The youngest first, so that nobody is granted because an older one left.
-        for hold in reversed(list(self._waiting.values())):
-            self._take_out(hold, "cancelled", "shutdown", LeaseClosed())
+        # The youngest first: nobody waits for one who came later, so nobody is granted on the way.
+        while self._waiting:
+            self._take_out(next(reversed(self._waiting.values())), "cancelled", "shutdown", LeaseClosed())
 
     async def drain(self, timeout: float) -> bool:
         """Waits until nobody holds, at most `timeout` seconds; says whether that is so."""
@@ -334,10 +282,10 @@ class Lease:
             ticket.arrived = ticket.released = now
             self._tell("rejected", ticket, now, "shutdown")
             raise LeaseClosed
-        line.join(ticket, now)
-        if ticket.granted is not None:
-            self._tell("queued", ticket, now)
+        if line.join(ticket, now):
             self._running[ticket] = hold
+            if self._listeners:
+                self._tell("queued", ticket, now)
             self._granted(ticket, now)
             return
         if len(self._waiting) >= self._settings.max_waiting:
@@ -379,7 +327,8 @@ class Lease:
         granted = self._line.leave(ticket, now)
         self._usual.learn(ticket)
         self._recent.append(ticket)
-        self._tell("released", ticket, now, _reason(error))
+        if self._listeners:
+            self._tell("released", ticket, now, _reason(error))
         if granted:
             self._wake(granted)
         if self._idle is not None and not self._running:

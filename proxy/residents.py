@@ -111,7 +111,7 @@ class Residents:
     ) -> None:
         """Sets or changes what there is: the upstreams and backends of this lease, and which of them runs a model.
 
-        A ticket for a backend carries the backend's name as its model. Without a `lease` nobody is known to hold.
+        The rules know a backend by its own name. Without a `lease` nobody is known to hold.
         """
         known = {
             name: known
@@ -137,10 +137,11 @@ class Residents:
         swapper = self._swappers.get(self._place_of(model) or "")
         if swapper is not None:
             swapper.ask_for(model)
-        backend = self._backends.get(model)
+        place = self._place_of(model) or ""
+        backend = self._backends.get(place)
         if backend is not None and not backend.loaded:
             async with self._turn:
-                await self._load(model, backend)
+                await self._load(place, backend)
 
     async def watch(self, every: float = 15.0) -> None:
         """Looks again and again at what is resident in truth, while nobody holds the lease. Ends when cancelled."""

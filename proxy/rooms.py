@@ -87,8 +87,21 @@ def residency_of(config: Config, lease: str) -> Residency | None:
         matrix = Matrix.read(section.matrix, f"leases.{lease}.matrix")
     if matrix is None and not sources:
         return None
+    # A backend is one resident, whatever models its group calls it by.
+    names |= {
+        model: frozenset({group.backend})
+        for group in config.groups.values()
+        if group.backend is not None
+        for model in group.models
+        if model != group.backend
+    }
     always = [name for name, backend in config.backends.items() if backend.resident == "always"]
     return Residency(sources, matrix=matrix, replaces=section.matrix_replaces, names=names, always=always)
+
+
+def limits_of(config: Config) -> dict[str, int]:
+    """Model -> the requests that its swapper takes at a time, where a swapper's own file says so. Raises ConfigError."""
+    return {model: limit for path in swap_files(config) for model, limit in read_swap_file(path).limits.items()}
 
 
 def swap_files(config: Config) -> tuple[Path, ...]:

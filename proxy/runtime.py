@@ -6,7 +6,6 @@ Handlers get one Runtime and ask it; a reload changes what is inside and keeps w
 import asyncio
 import dataclasses
 import logging
-import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,8 +22,9 @@ from proxy.errors import ConfigError, LeaseClosed, ModelUnavailable, NotFound
 from proxy.events import EventFeed
 from proxy.forward import Upstream
 from proxy.lease import Hold, Lease, LeaseSettings
-from proxy.line import Ticket
 from proxy.metrics import Known, Metrics
+from proxy.residents import Residents
+from proxy.rooms import limits_of, places, residency_of
 from proxy.speech_request import JobSettings, SpeechSettings
 from proxy.ticketlog import TicketLog
 from proxy.tracing import Tracing, TracingSettings, build_tracing
@@ -55,7 +55,10 @@ class Runtime:
         self.children: dict[str, Child] = {}
         self.backends = create_backends(config)
         self.stopping = False
-        self._loads: dict[str, asyncio.Lock] = {}
+        self._rules = {name: residency_of(config, name) for name in config.leases}
+        self._limits = limits_of(config)
+        self._residents: dict[str, Residents] = {}
+        self._watching: list[asyncio.Task[None]] = []
         self._background: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
@@ -77,9 +80,10 @@ class Runtime:
         self.stopping = True
         for lease in self.leases.values():
             lease.close()
-        for task in self._background:
+        tasks = [*self._background, *self._watching]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._background, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(child.stop() for child in self.children.values()))
         await self.client.close()
         for backend in self.backends.values():
@@ -87,7 +91,10 @@ class Runtime:
         await self.tracing.close()
 
     def apply(self, config: Config) -> None:
-        """Change to another configuration. Raises ConfigError before anything is changed."""
+        """Change to another configuration, or read again the files that it names. Raises ConfigError before anything is
+        changed."""
+        rules = {name: residency_of(config, name) for name in config.leases}
+        limits = limits_of(config)
         fresh = create_backends(config, keep=self.backends, old=self.config)
         for name, upstream in config.upstreams.items():
             if upstream.command:
@@ -97,7 +104,7 @@ class Runtime:
                 logger.warning("%s has changed; that takes effect at the next start", key)
         gone = {name: backend for name, backend in self.backends.items() if fresh.get(name) is not backend}
         self.config, self.classifier = config, Classifier(config)
-        self.backends = fresh
+        self.backends, self._rules, self._limits = fresh, rules, limits
         self.metrics.reconfigure(known_names(config))
         self._bring_up(config)
         for backend in gone.values():
@@ -117,6 +124,9 @@ class Runtime:
 
     def canonical(self, model: str) -> str:
         """The id of a model that an upstream's own configuration knows under this name, too."""
+        for rules in self._rules.values():
+            if rules is not None and (id := rules.id(model)) != model:
+                return id
         return model
 
     # -- one request --------------------------------------------------------------------------------------------
@@ -133,9 +143,14 @@ class Runtime:
         if self.stopping:
             raise LeaseClosed
         assert plan.mode is not None
-        limit = self.config.upstreams[plan.upstream].max_in_flight if plan.upstream else None
+        model, limit = self.canonical(plan.model), None
+        if plan.upstream is not None:
+            limit = self.config.upstreams[plan.upstream].max_in_flight
+            limit = min(limit, self._limits.get(model, limit))
+        elif plan.backend is not None and not self.classifier.names(plan.model):
+            model = plan.backend  # the rules cannot know what a pattern matches
         return self.lease_of(plan).hold(
-            id=request_id, model=plan.model, group=plan.group, mode=plan.mode, limit=limit, max_wait=max_wait
+            id=request_id, model=model, group=plan.group, mode=plan.mode, limit=limit, max_wait=max_wait
         )
 
     async def before_lease(self, plan: Plan) -> None:
@@ -158,19 +173,6 @@ class Runtime:
         except KeyError:
             raise NotFound(f"no backend is named '{name}'") from None
 
-    async def load_backend(self, name: str) -> SpeechBackend:
-        """The backend with its weights loaded. Raises ModelUnavailable."""
-        backend = self.backend(name)
-        async with self._loads.setdefault(name, asyncio.Lock()):
-            if not backend.loaded:
-                started = time.monotonic()
-                try:
-                    await asyncio.to_thread(backend.load)
-                except BackendError as error:
-                    raise ModelUnavailable(f"the backend '{name}' cannot run: {error}") from error
-                logger.info("backend loaded name=%s seconds=%.1f", name, time.monotonic() - started)
-        return backend
-
     @asynccontextmanager
     async def hold_model(self, model: str, request_id: str) -> AsyncIterator[Hold]:
         """The lease for work that no client waits for on a connection: a slice of a speech job."""
@@ -183,12 +185,29 @@ class Runtime:
 
     def _bring_up(self, config: Config) -> None:
         for name, section in config.leases.items():
-            settings = lease_settings(section)
+            settings, rules = lease_settings(section), self._rules[name]
             if name in self.leases:
-                self.leases[name].reconfigure(settings, None)
+                self.leases[name].reconfigure(settings, rules)
             else:
                 listeners = (self.metrics.on_lease_event, self.ticket_log.on_lease_event, self.feed.on_lease_event)
-                self.leases[name] = Lease(name, settings, listeners=listeners, prepare=self._prepare)
+                residents = self._residents[name] = Residents(self.client)
+                self.leases[name] = Lease(
+                    name, settings, residency=rules, listeners=listeners, prepare=residents.prepare
+                )
+            self._residents[name].configure(
+                rules,
+                {upstream: server for upstream, server in config.upstreams.items() if server.lease == name},
+                {backend: self.backends[backend] for backend, local in config.backends.items() if local.lease == name},
+                places(config),
+                self.leases[name],
+            )
+        for task in self._watching:
+            task.cancel()
+        self._watching = [
+            asyncio.create_task(self._residents[name].watch())
+            for name, rules in self._rules.items()
+            if rules is not None
+        ]
         upstreams: dict[str, Upstream] = {}
         children: dict[str, Child] = {}
         for name, server in config.upstreams.items():
@@ -216,12 +235,6 @@ class Runtime:
 
     def _upstream(self, name: str, section: UpstreamConfig) -> Upstream:
         return Upstream(name, section, self.client, lambda kind: self.metrics.upstream_error(name, kind))
-
-    async def _prepare(self, ticket: Ticket) -> None:
-        """After a grant: a backend's weights are loaded under the lease."""
-        group = self.config.groups.get(ticket.group)
-        if group is not None and group.backend is not None:
-            await self.load_backend(group.backend)
 
     def _in_background(self, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work)

@@ -18,6 +18,7 @@ from proxy.classify import Classifier
 from proxy.config import Config
 from proxy.errors import ConfigError, ProxyError
 from proxy.line import Mode
+from proxy.rooms import swap_files
 from proxy.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ async def serve(settings: Config) -> None:
     loop.add_signal_handler(signal.SIGHUP, reload.set)
     await runner.setup()
     watching = [
-        asyncio.create_task(_watch(settings.path, reload)),
+        asyncio.create_task(_watch(runtime, reload)),
         asyncio.create_task(_reload(runtime, reload)),
     ]
     try:
@@ -56,11 +57,21 @@ async def serve(settings: Config) -> None:
     logger.info("stopped")
 
 
-async def _watch(path: Path, reload: asyncio.Event) -> None:
-    """Ask for a reload whenever the file has changed. Its folder is watched, since editors replace files."""
-    async for changes in awatch(path.parent, recursive=False):
-        if any(Path(changed).name == path.name for _, changed in changes):
-            reload.set()
+async def _watch(runtime: Runtime, reload: asyncio.Event) -> None:
+    """Ask for a reload whenever the file, or a swapper's file that it names, has changed.
+
+    Folders are watched, since editors replace files; other folders from the reload on that names them.
+    """
+    while True:
+        config = runtime.config
+        files = {path.resolve() for path in (config.path, *swap_files(config))}
+        async for changes in awatch(
+            *{file.parent for file in files}, recursive=False, rust_timeout=1000, yield_on_timeout=True
+        ):
+            if any(Path(changed).name == file.name for _, changed in changes for file in files):
+                reload.set()
+            if runtime.config is not config:
+                break
 
 
 async def _reload(runtime: Runtime, reload: asyncio.Event) -> None:
@@ -74,8 +85,7 @@ def reload_config(runtime: Runtime) -> bool:
     """Read the file again and change to it; a bad one is refused, and what runs stays as it is."""
     try:
         fresh = config.load(runtime.config.path)
-        if fresh != runtime.config:
-            runtime.apply(fresh)
+        runtime.apply(fresh)
     except ConfigError as error:
         logger.error("the configuration is refused, the old one stays: %s", error.message)
         runtime.metrics.config_reloaded(False)
