@@ -73,7 +73,10 @@ class FlowNetwork(nn.Module):
 
     def __init__(self, dims: FlowDims) -> None:
         super().__init__()
-        self.input_embedding = nn.Embedding(dims.vocabulary, MELS)
+        # The layer's own normal draw makes torch import its compiler when the device is "meta": seconds for nothing.
+        self.input_embedding = nn.Embedding(
+            dims.vocabulary, MELS, _weight=torch.empty(dims.vocabulary, MELS).uniform_(-1, 1)
+        )
         self.spk_embed_affine_layer = nn.Linear(SPEAKER_DIM, MELS)
         self.pre_lookahead_layer = PreLookahead(dims.look_ahead_channels)
         self.decoder = Decoder(dims.dit)
