@@ -9,6 +9,7 @@
 """
 
 import asyncio
+import json
 import logging
 from collections.abc import Mapping
 from types import TracebackType
@@ -111,12 +112,18 @@ class ClientStream:
         return self.response
 
     async def fail(self, error: ProxyError, protocol: sse.Protocol) -> None:
-        """End a started answer with an error: an event where the answer is an event stream, then the cut."""
+        """End a started answer with an error: an event where the answer is an event stream, then the cut.
+
+        Behind the white space of a JSON answer the error is for people: programs see the cut.
+        """
         self.failure = error
         try:
             if self.response.content_type == "text/event-stream":
                 separator = self.events.separator if self.events else b""
                 await self.write(separator + sse.error_event(error, protocol), answer=False)
+            elif self.response.content_type == "application/json" and not self.sent:
+                said = error.anthropic_body() if protocol == "anthropic" else error.body()
+                await self.write(json.dumps(said).encode(), answer=False)
             if self._spool is not None and self._drain is not None:
                 self._spool.finish()
                 await self._drain

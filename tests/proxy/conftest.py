@@ -15,9 +15,14 @@ from tests.fakes.faulty import Behaviour
 from tests.proxy.served import Fault, Served, in_front_of, serve
 
 
+UVLOOP = frozenset(
+    ["test_children", "test_clients", "test_faults", "test_forward", "test_keepalive", "test_relay", "test_websocket"]
+)
+
+
 def pytest_asyncio_loop_factories(item: pytest.Item) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """The forwarding is tested on the loop that `llama-lease serve` runs on, where there is one."""
-    forwards = item.path.stem in ("test_children", "test_fairness", "test_faults", "test_forward", "test_relay")
+    forwards = item.path.stem in UVLOOP
     if forwards and find_spec("uvloop") is not None:
         import uvloop
 
