@@ -34,7 +34,11 @@ class App {
     };
     this.chat = new Chat(tools);
     this.speech = new Speech(tools);
-    this.feed = new Feed(this.state, () => this.#soon(), (status) => this.#link(status));
+    this.feed = new Feed(
+      this.state,
+      () => this.#soon(),
+      (status) => this.#link(status),
+    );
     this.offered = false;
   }
 
@@ -42,7 +46,9 @@ class App {
     setInterval(() => this.#draw(), 1000);
     this.feed.pause(document.hidden);
     document.addEventListener("visibilitychange", () => this.feed.pause(document.hidden));
-    $("banner-action").addEventListener("click", () => (this.status.name === "key" ? this.#askKey() : this.feed.retry()));
+    $("banner-action").addEventListener("click", () =>
+      this.status.name === "key" ? this.#askKey() : this.feed.retry(),
+    );
     $("key").addEventListener("click", () => this.#askKey());
     $("key-no").addEventListener("click", () => $("key-dialog").close());
     $("key-form").addEventListener("submit", (event) => {
@@ -91,7 +97,10 @@ class App {
 
   #leases(names) {
     $("leases").hidden = names.length < 2;
-    keyed($("leases"), names, (name) => name,
+    keyed(
+      $("leases"),
+      names,
+      (name) => name,
       (name) => {
         const button = h("button", { type: "button", class: "quiet" });
         button.addEventListener("click", () => {
@@ -104,7 +113,8 @@ class App {
         const count = this.state.waiting(name).length;
         text(button, count > 0 ? `${name} (${count})` : name);
         button.setAttribute("aria-pressed", String(name === this.lease));
-      });
+      },
+    );
   }
 
   // The connection
@@ -124,21 +134,40 @@ class App {
     document.body.dataset.link = name;
     document.body.dataset.known = this.state.known;
     $("link").dataset.state = name;
-    text($("link-text"), { live: this.state.stopping ? "server is stopping" : "live", lost: "not connected", key: "needs a key", hidden: "paused" }[name] ?? "connecting");
+    text(
+      $("link-text"),
+      {
+        live: this.state.stopping ? "server is stopping" : "live",
+        lost: "not connected",
+        key: "needs a key",
+        hidden: "paused",
+      }[name] ?? "connecting",
+    );
     $("banner").hidden = name !== "lost" && name !== "key";
     if (name === "lost") {
       const next = Math.max(0, Math.ceil((at - Date.now()) / 1000));
-      const seen = this.state.known ? ` What you see is ${duration(Date.now() / 1000 + this.state.offset - this.state.now())} old.` : "";
-      text($("banner-text"), `The server cannot be heard${error?.status ? ` (${error.message})` : ""}.${seen} Next try in ${next} s.`);
+      const seen = this.state.known
+        ? ` What you see is ${duration(Date.now() / 1000 + this.state.offset - this.state.now())} old.`
+        : "";
+      text(
+        $("banner-text"),
+        `The server cannot be heard${error?.status ? ` (${error.message})` : ""}.${seen} Next try in ${next} s.`,
+      );
       text($("banner-action"), "Try now");
     }
     if (name === "key") {
-      const ours = key() ? "The server does not take this key." : "The server wants one of api_keys in its configuration.";
+      const ours = key()
+        ? "The server does not take this key."
+        : "The server wants one of api_keys in its configuration.";
       text($("banner-text"), error.status === 401 ? ours : error.message);
       text($("banner-action"), "Enter a key");
     }
     text($("key"), key() ? "Key is set" : "Key");
-    if (!this.state.known) text($("headline"), { connecting: "Looking …", lost: "Nothing to see yet.", key: "This server wants a key." }[name] ?? "\u00a0");
+    if (!this.state.known)
+      text(
+        $("headline"),
+        { connecting: "Looking …", lost: "Nothing to see yet.", key: "This server wants a key." }[name] ?? "\u00a0",
+      );
   }
 
   #askKey() {
@@ -150,7 +179,7 @@ class App {
   // The playground
 
   #begin() {
-    const id = `page-${crypto.randomUUID?.() ?? Math.random().toString(36).slice(2)}`;
+    const id = uuid();
     this.own.add(id);
     return id;
   }
@@ -167,10 +196,14 @@ class App {
     const ticket = this.state.byRequest(id);
     if (ticket === undefined) return ["Sent", null];
     switch (phase(ticket)) {
-      case "waiting": return [`${ordinal(this.state.waiting(ticket.lease).indexOf(ticket) + 1)} in the queue`, ticket.arrived];
-      case "loading": return [`${modelName(ticket.model)} is loading`, ticket.granted];
-      case "starting": return ["It has the GPU", ticket.granted];
-      default: return ["Answering", null];
+      case "waiting":
+        return [`${ordinal(this.state.waiting(ticket.lease).indexOf(ticket) + 1)} in the queue`, ticket.arrived];
+      case "loading":
+        return [`${modelName(ticket.model)} is loading`, ticket.granted];
+      case "starting":
+        return ["It has the GPU", ticket.granted];
+      default:
+        return ["Answering", null];
     }
   }
 
@@ -178,11 +211,17 @@ class App {
     this.offered = true;
     const [speaking, listed] = await Promise.all([
       this.speech.load().catch(() => []),
-      get("v1/models").then((body) => body.data.map((model) => model.id)).catch(() => []),
+      get("v1/models")
+        .then((body) => body.data.map((model) => model.id))
+        .catch(() => []),
     ]);
-    const beside = this.state.models.filter((model) => model.mode === "none" || model.backend !== null).map((model) => model.id);
+    const beside = this.state.models
+      .filter((model) => model.mode === "none" || model.backend !== null)
+      .map((model) => model.id);
     const known = this.state.models.map((model) => model.id);
-    const chats = [...new Set([...known, ...listed])].filter((model) => !speaking.includes(model) && !beside.includes(model));
+    const chats = [...new Set([...known, ...listed])].filter(
+      (model) => !speaking.includes(model) && !beside.includes(model),
+    );
     const chosen = $("chat-model").value;
     $("chat-model").replaceChildren(...chats.map((model) => h("option", { value: model }, model)));
     if (chats.includes(chosen)) $("chat-model").value = chosen;
@@ -191,6 +230,16 @@ class App {
   #say(said) {
     text($("said"), said);
   }
+}
+
+/** A random UUID: llama-cpp-python's server refuses requests with any other X-Request-Id. */
+function uuid() {
+  // crypto.randomUUID is missing where the page came over plain HTTP from another machine.
+  const bytes = crypto.getRandomValues(new Uint8Array(16));
+  bytes[6] = (bytes[6] & 0x0f) | 0x40;
+  bytes[8] = (bytes[8] & 0x3f) | 0x80;
+  const digits = Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
+  return digits.replace(/^(.{8})(.{4})(.{4})(.{4})/, "$1-$2-$3-$4-");
 }
 
 new App().run();

@@ -1,4 +1,4 @@
-/* Draws the timeline's shapes. Sizes are CSS pixels; colours come from the style sheet, so that they follow the theme. */
+/* Draws the timeline's shapes. Sizes are CSS pixels; colours are the style sheet's, so that they follow the theme. */
 
 import { KEPT, failed, segments } from "./state.js";
 
@@ -90,7 +90,10 @@ export class Brush {
 
   #segment(phase, x, y, width, height) {
     const { context } = this;
-    const [fill, edge] = { waiting: ["waiting-fill", "waiting"], starting: ["starting", "streaming"] }[phase] ?? [phase, null];
+    const [fill, edge] = { waiting: ["waiting-fill", "waiting"], starting: ["starting", "streaming"] }[phase] ?? [
+      phase,
+      null,
+    ];
     const thin = edge !== null && (height <= 4 || width <= 2);
     // There is no room for an edge on a thin bar, and its pale fill alone would not be seen.
     context.globalAlpha = thin ? 0.55 : 1;

@@ -16,9 +16,10 @@ export class Cancel {
 
   open(ticket) {
     this.ticket = ticket;
-    const since = ticket.granted === null
-      ? `It has waited for ${duration(this.state.now() - ticket.arrived)}.`
-      : `It has held the GPU for ${duration(this.state.now() - ticket.granted)}; its answer breaks off.`;
+    const since =
+      ticket.granted === null
+        ? `It has waited for ${duration(this.state.now() - ticket.arrived)}.`
+        : `It has held the GPU for ${duration(this.state.now() - ticket.granted)}; its answer breaks off.`;
     text($("cancel-what"), `A request for ${modelName(ticket.model)}, id ${ticket.request}. ${since}`);
     $("cancel-help").hidden = true;
     $("cancel-key").value = "";
@@ -49,9 +50,11 @@ export class Cancel {
 
   #refused(error, given) {
     const keyed = error instanceof ApiError && (error.status === 401 || error.status === 403);
-    const why = !keyed ? `That did not work: ${error.message}`
-      : given ? "The server does not take that key for this. It needs one of admin_keys in its configuration."
-        : "On this server only an administrator cancels other people's requests: it has admin_keys in its configuration. Enter one of them.";
+    const why = !keyed
+      ? `That did not work: ${error.message}`
+      : given
+        ? "The server does not take that key for this. It needs one of admin_keys in its configuration."
+        : "On this server only an administrator cancels other people's requests: its configuration has admin_keys. Enter one.";
     text($("cancel-why"), why);
     $("cancel-help").hidden = false;
     $("cancel-key").hidden = !keyed;

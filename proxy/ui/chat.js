@@ -57,7 +57,9 @@ export class Chat {
     const { id, abort } = this.running;
     const asked = performance.now();
     const response = await ask("v1/chat/completions", {
-      method: "POST", headers: { "X-Request-Id": id }, signal: abort.signal,
+      method: "POST",
+      headers: { "X-Request-Id": id },
+      signal: abort.signal,
       json: { model, messages: this.turns, stream: true },
     });
     let first = null;
@@ -81,8 +83,14 @@ export class Chat {
     const end = performance.now();
     const wait = leaseTime(response);
     const parts = wait === null ? [] : [`waited ${seconds(wait)}`];
-    if (first !== null) parts.push(`first words after ${seconds((first - asked) / 1000)}`, `${many(pieces, "piece")} in ${seconds((end - first) / 1000)}`);
-    return first === null ? "The answer was empty." : `${parts.join(" · ")}.`.replace(/^./, (letter) => letter.toUpperCase());
+    if (first !== null)
+      parts.push(
+        `first words after ${seconds((first - asked) / 1000)}`,
+        `${many(pieces, "piece")} in ${seconds((end - first) / 1000)}`,
+      );
+    return first === null
+      ? "The answer was empty."
+      : `${parts.join(" · ")}.`.replace(/^./, (letter) => letter.toUpperCase());
   }
 
   #failed(error, answer, content) {

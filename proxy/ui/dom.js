@@ -7,7 +7,8 @@ export function h(tag, properties = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
     if (name === "class") element.className = value;
-    else if (name.startsWith("aria-") || name.startsWith("data-") || name === "scope") element.setAttribute(name, value);
+    else if (name.startsWith("aria-") || name.startsWith("data-") || name === "scope")
+      element.setAttribute(name, value);
     else element[name] = value;
   }
   element.append(...children.filter((child) => child !== null && child !== undefined));
@@ -23,8 +24,9 @@ export function text(element, value) {
 export function show(parent, ...children) {
   const fresh = h("div", {}, ...children);
   fresh.normalize();
-  const same = parent.childNodes.length === fresh.childNodes.length
-    && [...parent.childNodes].every((node, index) => node.isEqualNode(fresh.childNodes[index]));
+  const same =
+    parent.childNodes.length === fresh.childNodes.length &&
+    [...parent.childNodes].every((node, index) => node.isEqualNode(fresh.childNodes[index]));
   if (!same) parent.replaceChildren(...fresh.childNodes);
 }
 

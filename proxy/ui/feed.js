@@ -32,7 +32,9 @@ export class Feed {
     for (;;) {
       if (this.paused) {
         this.link({ name: "hidden" });
-        await new Promise((resolve) => { this.wake = resolve; });
+        await new Promise((resolve) => {
+          this.wake = resolve;
+        });
         continue;
       }
       const error = await this.#once();
@@ -40,7 +42,9 @@ export class Feed {
       this.state.freeze();
       if (error instanceof ApiError && (error.status === 401 || error.status === 403)) {
         this.link({ name: "key", error });
-        await new Promise((resolve) => { this.wake = resolve; });
+        await new Promise((resolve) => {
+          this.wake = resolve;
+        });
       } else {
         const pause = WAITS[Math.min(this.tries, WAITS.length - 1)];
         this.tries += 1;

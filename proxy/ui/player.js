@@ -90,7 +90,8 @@ export class Player {
     const step = Math.round(PEAK * this.rate);
     for (let start = 0; start < samples.length; start += step) {
       let peak = 0;
-      for (let index = start; index < Math.min(start + step, samples.length); index += 1) peak = Math.max(peak, Math.abs(samples[index]));
+      for (let index = start; index < Math.min(start + step, samples.length); index += 1)
+        peak = Math.max(peak, Math.abs(samples[index]));
       this.peaks.push(peak);
     }
   }

@@ -26,20 +26,34 @@ export class Queue {
     text($("queue-count"), waiting.length > 0 ? many(waiting.length, "request") : "");
     $("queue-more").hidden = places.length <= SHOWN;
     text($("queue-more"), this.all ? `Show the first ${SHOWN}` : `Show ${places.length - shown.length} more`);
-    keyed($("waiters"), shown, ({ ticket }) => ticket.key, ({ ticket }) => this.#row(ticket),
+    keyed(
+      $("waiters"),
+      shown,
+      ({ ticket }) => ticket.key,
+      ({ ticket }) => this.#row(ticket),
       (row, { ticket, place }) => {
         text(row.cells[0], String(place));
         text(row.cells[3], duration(now - ticket.arrived));
-        row.cells[4].firstChild.setAttribute("aria-label", `Cancel the request for ${modelName(ticket.model)}, ${ordinal(place)} in the queue`);
-      });
+        row.cells[4].firstChild.setAttribute(
+          "aria-label",
+          `Cancel the request for ${modelName(ticket.model)}, ${ordinal(place)} in the queue`,
+        );
+      },
+    );
   }
 
   #row(ticket) {
     const button = h("button", { type: "button", class: "quiet" }, "Cancel");
     button.addEventListener("click", () => this.cancel(ticket));
     const you = this.own.has(ticket.request) ? h("span", { class: "you" }, "you") : null;
-    return h("tr", { title: `request ${ticket.request}` }, h("td", { class: "num place" }),
+    return h(
+      "tr",
+      { title: `request ${ticket.request}` },
+      h("td", { class: "num place" }),
       h("th", { scope: "row" }, h("b", {}, modelName(ticket.model)), you),
-      h("td", {}, MODES[ticket.mode]), h("td", { class: "num" }), h("td", { class: "act" }, button));
+      h("td", {}, MODES[ticket.mode]),
+      h("td", { class: "num" }),
+      h("td", { class: "act" }, button),
+    );
   }
 }

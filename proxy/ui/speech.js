@@ -16,7 +16,9 @@ export class Speech {
       this.#speak();
     });
     $("speech-stop").addEventListener("click", () => this.#stop());
-    $("speech-speed").addEventListener("input", () => text($("speech-speed-out"), Number($("speech-speed").value).toFixed(1)));
+    $("speech-speed").addEventListener("input", () =>
+      text($("speech-speed-out"), Number($("speech-speed").value).toFixed(1)),
+    );
     $("speech-model").addEventListener("change", () => this.#offer());
     $("speech").addEventListener("focusin", () => this.#voices(), { once: true });
   }
@@ -60,7 +62,12 @@ export class Speech {
       $("speech-text").focus();
       return;
     }
-    const run = this.running = { id: this.begin(), abort: new AbortController(), player: null, asked: performance.now() };
+    const run = (this.running = {
+      id: this.begin(),
+      abort: new AbortController(),
+      player: null,
+      asked: performance.now(),
+    });
     this.#busy(true);
     this.tick();
     try {
@@ -81,9 +88,14 @@ export class Speech {
     const voice = $("speech-voice").value;
     const player = new Player(RATE); // now, while the browser sees that the user wants to hear something
     const response = await ask("v1/audio/speech", {
-      method: "POST", headers: { "X-Request-Id": run.id }, signal: run.abort.signal,
+      method: "POST",
+      headers: { "X-Request-Id": run.id },
+      signal: run.abort.signal,
       json: {
-        model: $("speech-model").value, input, response_format: "pcm", speed: Number($("speech-speed").value),
+        model: $("speech-model").value,
+        input,
+        response_format: "pcm",
+        speed: Number($("speech-speed").value),
         ...(voice ? { voice } : {}),
       },
     }).catch(async (error) => {
@@ -114,7 +126,11 @@ export class Speech {
     if (first !== undefined) parts.push(`first sound after ${seconds(first)}`);
     if (player.gaps > 0) parts.push(player.gaps === 1 ? "one gap" : `${player.gaps} gaps`);
     text($("speech-status"), `${parts.join(" · ")}.`);
-    Object.assign($("wave").dataset, { pieces: player.pieces, scheduled: player.scheduled.toFixed(3), heard: player.heard.toFixed(3) });
+    Object.assign($("wave").dataset, {
+      pieces: player.pieces,
+      scheduled: player.scheduled.toFixed(3),
+      heard: player.heard.toFixed(3),
+    });
   }
 
   #draw(run) {
@@ -132,7 +148,12 @@ export class Speech {
     peaks.forEach((peak, index) => {
       const size = Math.max(1.5, peak * 1.6 * height);
       context.fillStyle = style.getPropertyValue(index < played ? "--streaming" : "--waiting").trim();
-      context.fillRect(index * step, (height - Math.min(size, height)) / 2, Math.max(0.75, step - 1.25), Math.min(size, height));
+      context.fillRect(
+        index * step,
+        (height - Math.min(size, height)) / 2,
+        Math.max(0.75, step - 1.25),
+        Math.min(size, height),
+      );
     });
     canvas.setAttribute("aria-label", `${seconds(scheduled)} of audio so far`);
     this.#tell(run, "Speaking");

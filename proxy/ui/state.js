@@ -50,7 +50,8 @@ export class State {
     ticket.heard = Math.max(ticket.heard, number);
     if (ticket.guessed) Object.assign(ticket, { guessed: false, granted: null, opened: null });
     ticket.arrived = told.arrived;
-    if (told.granted !== undefined && ticket.granted === null) this.#grant(ticket, told.granted, told.swap, told.overtook);
+    if (told.granted !== undefined && ticket.granted === null)
+      this.#grant(ticket, told.granted, told.swap, told.overtook);
     if (told.opened !== undefined) ticket.opened = told.opened;
     if (ENDS.has(told.kind)) {
       ticket.outcome = told.kind === "released" ? told.reason || "done" : told.kind;
@@ -93,9 +94,11 @@ export class State {
     const oldest = this.now() - KEPT;
     const ended = [...this.tickets.values()].filter((ticket) => ticket.ended !== null);
     const excess = ended.length - MOST;
-    ended.sort((a, b) => a.ended - b.ended).forEach((ticket, index) => {
-      if (ticket.ended < oldest || index < excess) this.tickets.delete(ticket.key);
-    });
+    ended
+      .sort((a, b) => a.ended - b.ended)
+      .forEach((ticket, index) => {
+        if (ticket.ended < oldest || index < excess) this.tickets.delete(ticket.key);
+      });
   }
 
   /** Of one lease, those who wait, oldest first: their position is their place here, from 1. */
@@ -105,7 +108,9 @@ export class State {
 
   /** Of one lease, those who hold it, in the order of their grants. */
   holders(lease) {
-    return this.#live(lease).filter((ticket) => ticket.granted !== null).sort((a, b) => a.granted - b.granted);
+    return this.#live(lease)
+      .filter((ticket) => ticket.granted !== null)
+      .sort((a, b) => a.granted - b.granted);
   }
 
   /** Of one lease, everyone who was there in the last ten minutes, in order of arrival. */
@@ -129,9 +134,24 @@ export class State {
     let ticket = this.tickets.get(key);
     if (ticket === undefined) {
       ticket = {
-        key, lease, order, request, model, group, mode, arrived,
-        granted: null, opened: null, ended: null, swap: false, loads: false, overtook: false,
-        outcome: null, reason: "", heard: 0, guessed: false,
+        key,
+        lease,
+        order,
+        request,
+        model,
+        group,
+        mode,
+        arrived,
+        granted: null,
+        opened: null,
+        ended: null,
+        swap: false,
+        loads: false,
+        overtook: false,
+        outcome: null,
+        reason: "",
+        heard: 0,
+        guessed: false,
       };
       this.tickets.set(key, ticket);
       this.live.add(ticket);

@@ -26,7 +26,10 @@ export class Timeline {
     this.touch = matchMedia("(pointer: coarse)");
     this.canvas.addEventListener("pointermove", (event) => this.#point(event));
     this.canvas.addEventListener("pointerdown", (event) => this.#point(event));
-    this.canvas.addEventListener("pointerleave", () => { this.pointed = null; this.#soon(); });
+    this.canvas.addEventListener("pointerleave", () => {
+      this.pointed = null;
+      this.#soon();
+    });
     $("as-table").addEventListener("toggle", () => this.#table());
     new ResizeObserver(() => this.#soon()).observe($("plot"));
     for (const query of ["(prefers-color-scheme: dark)", "(forced-colors: active)"]) {
@@ -82,28 +85,34 @@ export class Timeline {
       byModel.get(ticket.model).push(ticket);
     }
     let top = 0;
-    return [...byModel].filter(([, tickets]) => tickets.length > 0).map(([model, tickets]) => {
-      const { bars, rows } = pack(tickets, now, (KEPT / width) * 3);
-      const bar = Math.max(3, Math.min(11, Math.floor(96 / rows) - 2));
-      const step = bar + (bar > 4 ? 3 : 1);
-      const head = narrow ? 36 : 12;
-      const height = Math.max(narrow ? 56 : 52, head + rows * step + 9);
-      const lane = { model, bars, bar, step, head, top, height, mode: tickets.at(-1).mode, count: tickets.length };
-      top += height;
-      return lane;
-    });
+    return [...byModel]
+      .filter(([, tickets]) => tickets.length > 0)
+      .map(([model, tickets]) => {
+        const { bars, rows } = pack(tickets, now, (KEPT / width) * 3);
+        const bar = Math.max(3, Math.min(11, Math.floor(96 / rows) - 2));
+        const step = bar + (bar > 4 ? 3 : 1);
+        const head = narrow ? 36 : 12;
+        const height = Math.max(narrow ? 56 : 52, head + rows * step + 9);
+        const lane = { model, bars, bar, step, head, top, height, mode: tickets.at(-1).mode, count: tickets.length };
+        top += height;
+        return lane;
+      });
   }
 
   #label(lanes, narrow) {
     $("lanes").dataset.narrow = narrow;
-    keyed($("lanes"), lanes, (lane) => lane.model,
+    keyed(
+      $("lanes"),
+      lanes,
+      (lane) => lane.model,
       () => h("div", { class: "lane" }, h("b"), h("span")),
       (element, lane) => {
         element.style.height = `${lane.height}px`;
         text(element.firstChild, modelName(lane.model));
         element.firstChild.title = lane.model;
         text(element.lastChild, `${MODES[lane.mode]} · ${many(lane.count, "request")}`);
-      });
+      },
+    );
   }
 
   #say(recent, swaps, lanes) {
@@ -112,19 +121,36 @@ export class Timeline {
     for (const part of [this.canvas, $("timeline-legend"), $("readout"), $("as-table")]) part.hidden = empty;
     const address = new URL("../../v1", import.meta.url);
     if (empty) {
-      text($("plot-empty"), `Nothing has happened in the last ten minutes. Try the playground below, or point a client at ${address}`);
+      text(
+        $("plot-empty"),
+        `Nothing has happened in the last ten minutes. Try the playground below, or point a client at ${address}`,
+      );
       return;
     }
     const sum = `${many(recent.length, "request")} for ${many(lanes.length, "model")}, ${many(swaps, "swap")}`;
-    this.canvas.setAttribute("aria-label", `Timeline of the last ten minutes: ${sum}. The table below has each of them.`);
-    text($("readout"), this.pointed ? describe(this.pointed.ticket, this.state.now()) : `${sum}. ${this.touch.matches ? "Tap" : "Point at"} a bar to read it.`);
+    this.canvas.setAttribute(
+      "aria-label",
+      `Timeline of the last ten minutes: ${sum}. The table below has each of them.`,
+    );
+    text($("readout"), this.pointed ? describe(this.pointed.ticket, this.state.now()) : this.#summary(sum, recent));
+  }
+
+  #summary(sum, recent) {
+    const { since } = this.state;
+    const parts = [`${sum}.`];
+    if (recent.some((ticket) => this.own.has(ticket.request))) parts.push("Yours are framed.");
+    if (since > this.state.now() - KEPT + 1)
+      parts.push(`Nothing is known from before ${new Date(since * 1000).toLocaleTimeString()}.`);
+    return [...parts, `${this.touch.matches ? "Tap" : "Point at"} a bar to read it.`].join(" ");
   }
 
   #point(event) {
     const box = this.canvas.getBoundingClientRect();
     const x = event.clientX - box.left;
     const y = event.clientY - box.top;
-    const near = this.bars.filter((bar) => y >= bar.y - 2 && y <= bar.y + bar.height + 2 && x >= bar.from - 4 && x <= bar.to + 4);
+    const near = this.bars.filter(
+      (bar) => y >= bar.y - 2 && y <= bar.y + bar.height + 2 && x >= bar.from - 4 && x <= bar.to + 4,
+    );
     this.pointed = near.at(-1) ?? null;
     this.#soon();
   }
@@ -142,9 +168,13 @@ export class Timeline {
     if (!$("as-table").open) return;
     const now = this.state.now();
     const all = this.state.recent(this.lease).reverse();
-    keyed($("rows"), all.slice(0, TABLE), (ticket) => ticket.key,
+    keyed(
+      $("rows"),
+      all.slice(0, TABLE),
+      (ticket) => ticket.key,
       () => h("tr", {}, ...["", "", "", "num", "num", "num", "", ""].map((kind) => h("td", { class: kind }))),
-      (row, ticket) => cells(ticket, now).forEach((value, index) => text(row.cells[index], value)));
+      (row, ticket) => cells(ticket, now).forEach((value, index) => text(row.cells[index], value)),
+    );
     text($("rows-more"), all.length > TABLE ? `The newest ${TABLE} of ${all.length}.` : "");
   }
 }
@@ -175,8 +205,13 @@ function describe(ticket, now) {
 function cells(ticket, now) {
   const times = Object.fromEntries(segments(ticket, now).map(([phase, from, to]) => [phase, seconds(to - from)]));
   return [
-    new Date(ticket.arrived * 1000).toLocaleTimeString(), modelName(ticket.model), MODES[ticket.mode],
-    seconds(waited(ticket, now)), times.loading ?? times.starting ?? "", times.streaming ?? "",
-    ticket.swap ? "yes" : "", outcome(ticket),
+    new Date(ticket.arrived * 1000).toLocaleTimeString(),
+    modelName(ticket.model),
+    MODES[ticket.mode],
+    seconds(waited(ticket, now)),
+    times.loading ?? times.starting ?? "",
+    times.streaming ?? "",
+    ticket.swap ? "yes" : "",
+    outcome(ticket),
   ];
 }

@@ -16,32 +16,50 @@ export class Waits {
   draw(lease) {
     const now = this.state.now();
     // Always-resident models take no turn: their requests would only hide those who do.
-    const tickets = this.state.recent(lease).filter((ticket) => ticket.mode !== "none" && (ticket.granted ?? now) >= now - KEPT);
+    const tickets = this.state
+      .recent(lease)
+      .filter((ticket) => ticket.mode !== "none" && (ticket.granted ?? now) >= now - KEPT);
     const buckets = fill(tickets, now);
     const most = Math.max(1, ...buckets.map((bucket) => bucket.total));
     $("histogram").hidden = $("waits-legend").hidden = tickets.length === 0;
     show($("waits-words"), ...words(tickets, now));
-    keyed($("buckets"), buckets, (bucket) => String(bucket.edge),
-      (bucket) => h("tr", {}, h("th", { scope: "row" }, bucket.label),
-        h("td", { class: "track" }, ...KINDS.map((kind) => h("i", { class: `bar-${kind}` }))), h("td", { class: "num" }, h("span"), h("span", { class: "unseen" }))),
+    keyed(
+      $("buckets"),
+      buckets,
+      (bucket) => String(bucket.edge),
+      (bucket) =>
+        h(
+          "tr",
+          {},
+          h("th", { scope: "row" }, bucket.label),
+          h("td", { class: "track" }, ...KINDS.map((kind) => h("i", { class: `bar-${kind}` }))),
+          h("td", { class: "num" }, h("span"), h("span", { class: "unseen" })),
+        ),
       (row, bucket) => {
         KINDS.forEach((kind, index) => {
           const bar = row.cells[1].children[index];
           bar.hidden = bucket[kind] === 0;
           bar.style.width = `${(100 * bucket[kind]) / most}%`;
         });
-        const said = KINDS.filter((kind) => bucket[kind] > 0).map((kind) => `${bucket[kind]} ${NAMES[kind]}`).join(", ");
+        const said = KINDS.filter((kind) => bucket[kind] > 0)
+          .map((kind) => `${bucket[kind]} ${NAMES[kind]}`)
+          .join(", ");
         text(row.cells[2].firstChild, bucket.total > 0 ? String(bucket.total) : "–");
         text(row.cells[2].lastChild, said && ` (${said})`);
         row.title = said || "none";
-      });
+      },
+    );
   }
 }
 
 export function fill(tickets, now) {
   const buckets = EDGES.map((edge, index) => ({
-    edge, label: edge === Infinity ? `over ${plain(EDGES.at(-2))}` : `${index === 0 ? "under " : "to "}${plain(edge)}`,
-    served: 0, gaveUp: 0, still: 0, total: 0,
+    edge,
+    label: edge === Infinity ? `over ${plain(EDGES.at(-2))}` : `${index === 0 ? "under " : "to "}${plain(edge)}`,
+    served: 0,
+    gaveUp: 0,
+    still: 0,
+    total: 0,
   }));
   for (const ticket of tickets) {
     const wait = waited(ticket, now);
@@ -58,8 +76,12 @@ function words(tickets, now) {
   const waits = tickets.map((ticket) => waited(ticket, now)).sort((a, b) => a - b);
   const at = (share) => waits[Math.min(waits.length - 1, Math.ceil(share * waits.length) - 1)];
   const fact = (name, value) => h("span", { class: "fact" }, h("b", {}, value), ` ${name}`);
-  return [fact("half waited less", seconds(at(0.5))), fact("19 of 20 waited less", seconds(at(0.95))), fact("longest", seconds(waits.at(-1))),
-    h("span", { class: "unseen" }, `, of ${many(tickets.length, "request")}`)];
+  return [
+    fact("half waited less", seconds(at(0.5))),
+    fact("19 of 20 waited less", seconds(at(0.95))),
+    fact("longest", seconds(waits.at(-1))),
+    h("span", { class: "unseen" }, `, of ${many(tickets.length, "request")}`),
+  ];
 }
 
 function plain(edge) {

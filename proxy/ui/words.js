@@ -27,7 +27,7 @@ export function many(count, noun, plural = `${noun}s`) {
 
 export function ordinal(count) {
   const tens = count % 100;
-  const ending = tens >= 11 && tens <= 13 ? "th" : { 1: "st", 2: "nd", 3: "rd" }[count % 10] ?? "th";
+  const ending = tens >= 11 && tens <= 13 ? "th" : ({ 1: "st", 2: "nd", 3: "rd" }[count % 10] ?? "th");
   return `${count}${ending}`;
 }
 
@@ -38,22 +38,36 @@ export function modelName(model) {
 export const MODES = { read: "shared", write: "alone", none: "beside" };
 
 export const PHASES = {
-  waiting: "waits", loading: "loading", starting: "starting", streaming: "answering", ended: "ended",
+  waiting: "waits",
+  loading: "loading",
+  starting: "starting",
+  streaming: "answering",
+  ended: "ended",
 };
 
 /** How a request ended, for people. */
 export function outcome(ticket) {
   switch (ticket.outcome) {
-    case null: return PHASES[ticket.granted === null ? "waiting" : ticket.opened === null ? "starting" : "streaming"];
-    case "done": return "done";
-    case "error": return "failed";
-    case "client": return "client left";
-    case "admin": return "cancelled";
-    case "max_hold": return "held too long";
-    case "timeout": return "waited too long";
-    case "cancelled": return { client: "client left", admin: "cancelled", shutdown: "server stopped" }[ticket.reason] ?? "cancelled";
-    case "rejected": return ticket.reason === "full" ? "queue was full" : "server stopped";
-    default: return "ended";
+    case null:
+      return PHASES[ticket.granted === null ? "waiting" : ticket.opened === null ? "starting" : "streaming"];
+    case "done":
+      return "done";
+    case "error":
+      return "failed";
+    case "client":
+      return "client left";
+    case "admin":
+      return "cancelled";
+    case "max_hold":
+      return "held too long";
+    case "timeout":
+      return "waited too long";
+    case "cancelled":
+      return { client: "client left", admin: "cancelled", shutdown: "server stopped" }[ticket.reason] ?? "cancelled";
+    case "rejected":
+      return ticket.reason === "full" ? "queue was full" : "server stopped";
+    default:
+      return "ended";
   }
 }
 

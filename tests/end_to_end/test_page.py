@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -193,6 +194,19 @@ async def test_a_long_queue_is_short_until_asked_for(browser: Browser, tmp_path:
             await expect(seen.page.locator("#queue-count")).to_have_text("12 requests")
 
 
+async def test_many_holders_do_not_push_the_rest_away(browser: Browser, tmp_path: Path) -> None:
+    async with speech_server(tmp_path) as server:
+        gates = [server.swapper.hold("qwen") for _ in range(6)]
+        async with asyncio.TaskGroup() as tasks, watched(browser, server.url) as seen:
+            for number in range(6):
+                tasks.create_task(ask(server, f"r{number}"))
+            await expect(seen.page.locator("#headline")).to_have_text("qwen has the GPU.")
+            await seen.page.get_by_role("button", name="Show 2 more").click()
+            await expect(seen.page.locator("#holders li")).to_have_count(6)
+            for gate in gates:
+                gate.open()
+
+
 async def test_each_gpu_has_its_own_queue(browser: Browser, tmp_path: Path) -> None:
     backends = {"fake": {"kind": "hibari", "lease": "gpu1"}}
     leases: dict[str, dict[str, str]] = {"gpu0": {}, "gpu1": {}}
@@ -339,6 +353,7 @@ async def test_a_chat_streams(browser: Browser, tmp_path: Path) -> None:
         assert whole is not None
         assert whole.startswith(first)
         assert len(whole) > len(first)
+        assert uuid.UUID(server.swapper.requests[-1].headers["X-Request-Id"]).version == 4
 
 
 async def test_a_chat_sees_its_own_place_in_the_queue(browser: Browser, tmp_path: Path) -> None:
