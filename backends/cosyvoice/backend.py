@@ -4,6 +4,7 @@ A request becomes one of the model's three modes: with instructions instruct2, e
 transcript, and cross_lingual for one without.
 """
 
+import gc
 import logging
 import os
 import threading
@@ -101,6 +102,7 @@ class CosyVoice:
             if self._loaded is not None:
                 self._loaded.lm.close()
                 self._loaded = None
+                gc.collect()  # what still hangs in a cycle would keep its part of the card
                 if torch.cuda.is_available():
                     torch.cuda.empty_cache()
 

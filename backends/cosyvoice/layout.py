@@ -74,6 +74,8 @@ def fingerprint(embeddings: NDArray[np.float16]) -> str:
 def _merged(file: LlamaFile) -> Layout:
     """The offset is 1. what the metadata says, 2. where the vocabulary has a run of numbered names, 3. the usual one."""
     told = file.get(KEY_OFFSET)
+    if told is not None and not told.isdecimal():
+        raise BackendUnavailable(f"{file.path}: {KEY_OFFSET} is {told!r}, not a number")
     offset = int(told) if told is not None else _offset_by_names(file)  # (1) (2)
     if offset is None:
         offset = TEXT_ROWS  # (3)

@@ -189,10 +189,14 @@ def test_layouts_are_told_apart_by_the_file(tiny_model: Path) -> None:
     assert merged.embeddings is None
 
 
-def write_vocabulary(path: Path, rows: int, names: dict[int, str] | None, architecture: str = "qwen2") -> Path:
+def write_vocabulary(
+    path: Path, rows: int, names: dict[int, str] | None, architecture: str = "qwen2", offset: str = ""
+) -> Path:
     """A GGUF with a vocabulary and no weights."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_vocab_size(rows)
+    if offset:
+        writer.add_string("cosyvoice3.speech_offset", offset)
     writer.add_embedding_length(64)
     writer.add_block_count(1)
     writer.add_context_length(512)
@@ -219,6 +223,13 @@ def test_the_offset_of_a_merged_vocabulary_is_found_by_its_names(tmp_path: Path)
     names = {300 + code: f"<|s_{code}|>" for code in range(SPEECH_CODES)}
     layout = read_layout(write_vocabulary(tmp_path / "other.gguf", 300 + 6784, names))
     assert (layout.text_rows, layout.first_row, layout.speech_rows) == (300, 300, SPEECH_ROWS)
+
+
+def test_an_offset_that_the_metadata_tells_wins(tmp_path: Path) -> None:
+    path = write_vocabulary(tmp_path / "told.gguf", 500 + SPEECH_ROWS, None, offset="500")
+    assert read_layout(path).first_row == 500
+    with pytest.raises(BackendUnavailable, match=r"nonsense.gguf: cosyvoice3.speech_offset is 'x'"):
+        read_layout(write_vocabulary(tmp_path / "nonsense.gguf", 7000, None, offset="x"))
 
 
 def test_without_names_the_offset_is_the_usual_one(tmp_path: Path) -> None:
