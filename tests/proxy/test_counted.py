@@ -89,8 +89,9 @@ async def test_truncated_answers_are_counted(server: Observed) -> None:
 
 
 async def test_a_model_whose_load_failed_is_refused_by_reason(server: Observed) -> None:
-    first = await server.chat("slow")
-    second = await server.chat("slow")
+    fields: dict[str, object] = {"model": "slow", "messages": []}  # not a stream, whose status a heartbeat would settle
+    first = await server.post("/v1/chat/completions", fields)
+    second = await server.post("/v1/chat/completions", fields)
     assert (first.status >= 500, second.status) == (True, 503)
     assert server.value("queue_rejected_total", lease="gpu0", reason="model_failed") == 1
 
