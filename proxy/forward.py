@@ -13,6 +13,7 @@ connection is closed, so that a swapper sees no request in flight.
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
@@ -40,6 +41,7 @@ _NOT_FORWARDED = _HOP_BY_HOP | {
     "origin",  # who may call from a page is decided here; with another Host beside it, an upstream would refuse it
 }  # fmt: skip
 _NOT_RETURNED = _HOP_BY_HOP | {"x-request-id", "server-timing"}
+_UUID = re.compile(r"[0-9a-fA-F]{8}-?(?:[0-9a-fA-F]{4}-?){3}[0-9a-fA-F]{12}")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 _ERROR_BODY = 1 << 16
 
@@ -317,7 +319,9 @@ def sent_headers(
         for name, value in client.items()
         if (lower := name.lower()) not in _NOT_FORWARDED and lower not in named and lower not in also_not
     )
-    headers["X-Request-Id"] = request_id
+    headers.pop("X-Request-Id", None)
+    if _UUID.fullmatch(request_id):  # llama-cpp-python's server answers 400 to any other
+        headers["X-Request-Id"] = request_id
     if config.api_key:
         headers["Authorization"] = f"Bearer {config.api_key}"
     elif config.forward_client_key:
