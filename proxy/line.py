@@ -8,22 +8,27 @@ Hinders.   A ticket hinders a waiting one when that one could not enter beside i
            set of models that cannot be resident together holds both of them and otherwise only holders.
 Older.     Tickets are numbered as they come.
 
-Order `fifo`: a ticket enters when it fits and hinders nobody older. So no ticket is ever granted before an older one
-that it hinders. It may pass those it does not hinder: an embedding passes a chat that waits for a vision model to end,
-and a ticket that only its own model's `limit` holds back keeps nobody of another room waiting but those whom it would
-hinder. A waiting writer lets no younger reader pass, so readers cannot starve it; older readers that wait for
-`limit` go before it.
+Order `fifo`: a ticket enters when it fits and hinders nobody older who waits. So no ticket is granted before an older one
+that it hinders. It may pass those it does not hinder: an embedding passes a vision request that waits for chats to end,
+and a chat that only its own model's `limit` holds back keeps no reader of another model waiting. A waiting writer lets
+no younger reader pass, so readers cannot starve it; older readers go before it, those that wait for their `limit`, too.
 
-Order `phases`: as fifo, and besides a younger ticket may pass the older ones that it hinders while they wait for the
-room that it enters (`Room`), which
-  1. opens with the grant of its first ticket, who was the longest waiting of all whom he hinders, and lets in everyone
-     who comes for it until the first byte of an answer (or until somebody leaves it: a failed load opens it, too);
-  2. has opened then, and lets in everyone who waited for it at that moment;
-  3. lets in newcomers for `slice` seconds from then on (auto: as long as it took to open, at most `max_slice`), or while
-     the oldest whom they hinder can still start within `patience` seconds;
-  4. then lets in nobody who hinders somebody older. It drains, and the next room opens.
-A model of its own that hinders nobody opens a room of its own: two GPUs under one lease take turns independently.
-Time only ever closes a room, so nothing has to happen when it passes: no timers.
+Order `phases`: as fifo, and besides a ticket may pass older ones that it hinders by the rules of a room. A room
+(`Room`) is one phase of the models in it. It
+  1. opens with a ticket that hindered nobody older: the longest waiter of all who want that part of the card. While it
+     opens, until the first byte of an answer, whoever comes for it may enter. Somebody leaving it ends that, too: loads
+     that fail one after the other must not keep a room open;
+  2. has opened then. Everyone who waited for it at that moment is served in this phase;
+  3. lets newcomers in for `slice` seconds more (auto: as long as it took to open, at most `max_slice`), and while the
+     oldest whom they hinder can still start within `patience` seconds;
+  4. then lets nobody pass. It drains, and the next room opens.
+A model enters by the rules of the room that it is in. One that is in none may join any room whose models it goes with.
+A ticket that hinders nobody older needs no room's leave, and opens one if its model is in none: so two GPUs under one
+lease take turns independently, and what goes with everything never waits.
+
+The bound: while a ticket waits, only older ones open rooms that keep it out, each kind of them once; and each such room
+lasts as long as its opening, its slice, and the work that waited when it had opened. Time only ever closes a room, so
+nothing has to happen when it passes: no timers.
 
 Tickets of one mode and model differ by age only. They wait in one `Lane`, and only the heads of lanes are looked at: an
 event costs in the number of models that wait, never in the number of waiters.

@@ -1,8 +1,10 @@
 """The asyncio shell: every ending, and what the outside sees."""
 
 import asyncio
+import functools
 import logging
 import random
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from proxy.errors import HoldExpired, LeaseCancelled, LeaseClosed, NestedLease, QueueFull, WaitTooLong
 from proxy.lease import Hold, Lease, LeaseEvent, LeaseSettings
 from proxy.line import Mode, Ticket
+from tests.proxy import virtual
 from tests.proxy.lines import Clock, settle
 
 
@@ -344,25 +347,60 @@ async def test_holding_too_long_ends_the_block_with_an_error() -> None:
     assert empty(lease)
 
 
+def in_virtual_time(story: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """A test whose sleeps take no time."""
+
+    @functools.wraps(story)
+    def run() -> None:
+        virtual.run(story())
+
+    return run
+
+
+def on_the_loops_clock(**settings: Any) -> Lease:
+    return Lease("gpu0", LeaseSettings(**settings), clock=asyncio.get_running_loop().time)
+
+
+@in_virtual_time
 async def test_each_hold_has_its_own_time() -> None:
-    lease = make(max_hold=0.02)
-    results = await asyncio.gather(*(Job(reader(lease, str(i))).task for i in range(3)), return_exceptions=True)
+    lease = on_the_loops_clock(max_hold=10.0)
+    ends = {}
+    jobs = []
+    for start in (0.0, 4.0, 8.0):
+        jobs.append(Job(reader(lease, str(start))))
+        jobs[-1].task.add_done_callback(lambda task, start=start: ends.update({start: lease.now()}))
+        await asyncio.sleep(4.0)
+    results = await asyncio.gather(*(job.task for job in jobs), return_exceptions=True)
     assert [type(result) for result in results] == [HoldExpired] * 3
-    with pytest.raises(HoldExpired):
-        await Job(reader(lease)).task
+    assert ends == {0.0: 10.0, 4.0: 14.0, 8.0: 18.0}
     assert empty(lease)
 
 
-async def test_a_longer_max_hold_counts_for_those_who_hold() -> None:
-    lease = make(max_hold=0.01)
+@in_virtual_time
+async def test_another_max_hold_counts_for_those_who_hold() -> None:
+    lease = on_the_loops_clock(max_hold=10.0)
     job = Job(reader(lease))
-    await settle()
-    lease.reconfigure(LeaseSettings(max_hold=600), None)
-    await asyncio.sleep(0.02)
-    await job.finish()
-    lease.reconfigure(LeaseSettings(max_hold=0.01), None)
+    await asyncio.sleep(5.0)
+    lease.reconfigure(LeaseSettings(max_hold=600.0), None)
+    await asyncio.sleep(100.0)
+    assert job.inside
+    lease.reconfigure(LeaseSettings(max_hold=120.0), None)
     with pytest.raises(HoldExpired):
-        await Job(reader(lease)).task
+        await job.task
+    assert lease.now() == 120.0
+
+
+async def test_a_client_that_hangs_up_in_the_tick_in_which_it_is_cancelled_is_gone() -> None:
+    lease = make()
+    running, waiting, last = Job(writer(lease, "a")), Job(writer(lease, "b")), Job(writer(lease, "c"))
+    await settle()
+    waiting.task.cancel()
+    assert lease.cancel("b")
+    await settle()
+    assert waiting.task.cancelled()
+    await running.finish()
+    await last.finish()
+    assert empty(lease)
 
 
 async def test_the_lease_stays_taken_while_an_expired_holder_cleans_up() -> None:
