@@ -20,8 +20,6 @@ VARIABLES = {"$instance": ".*", "$lease": ".*", "$group": ".*", "$__rate_interva
 
 # In a load of seconds nobody waits for the 5 to 300 seconds after which clients give up.
 ZERO_IS_RIGHT = {"Waits that clients give up on", "lease:llama_lease_waits_over:ratio_rate5m"}
-# Nobody tells this server which models exclude each other.
-ZERO_IS_RIGHT |= {"Swaps per minute", "lease:llama_lease_swaps:rate5m"}
 
 
 @pytest.fixture(autouse=True)
