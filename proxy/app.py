@@ -173,36 +173,41 @@ def _middleware(runtime: Runtime) -> Any:
 async def _answer(request: web.Request, endpoint: _Endpoint, runtime: Runtime, fact: Facts) -> web.StreamResponse:
     try:
         fact.owner = auth.admit(request, runtime.config, fact.path)
+        _check_length(request, runtime.config.max_body)
         if request.method == "OPTIONS":
             return web.Response(status=204, headers=cors.preflight_headers(request.headers))
         return await endpoint(request)
     except ProxyError as error:
-        return _error_response(error, fact.path)
+        return _error_response(error, request, fact.path)
     except web.HTTPException as error:
         refused = ProxyError(error.text or error.reason)
         refused.status = error.status
-        return _error_response(refused, fact.path)
+        return _error_response(refused, request, fact.path)
     except (aiohttp.ClientPayloadError, web.RequestPayloadError) as error:
-        return _error_response(BadRequest(f"the body cannot be read: {error}", param="body"), fact.path)
+        return _error_response(BadRequest(f"the body cannot be read: {error}", param="body"), request, fact.path)
     except (ClientGone, asyncio.CancelledError):
         raise
     except ConnectionError as error:
         raise ClientGone from error
     except Exception:
         logger.exception("a fault of this program: %s %s", request.method, fact.path)
-        return _error_response(
-            ProxyError("a fault of this program; its log has more", code="internal_error"), fact.path
-        )
+        fault = ProxyError("a fault of this program; its log has more", code="internal_error")
+        return _error_response(fault, request, fact.path)
 
 
-def _error_response(error: ProxyError, path: str) -> web.Response:
+def _error_response(error: ProxyError, request: web.Request, path: str) -> web.Response:
     body = error.anthropic_body() if is_anthropic(path) else error.body()
     response = web.json_response(body, status=error.status, headers=CIMultiDict(error.headers))
     if error.status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
-    if isinstance(error, BodyTooLarge):
+    if not request.content.is_eof():
         response.force_close()  # the rest of the body is still on its way
     return response
+
+
+def _check_length(request: web.Request, limit: int) -> None:
+    if (request.content_length or 0) > limit:
+        raise BodyTooLarge(f"the body is over max_body, {limit} bytes")
 
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
@@ -215,22 +220,16 @@ async def _add_headers(request: web.Request, response: web.StreamResponse) -> No
 
 
 async def _expect(request: web.Request) -> web.StreamResponse | None:
-    """`Expect: 100-continue` asks before it sends a body: check who asks, and how long the body is, before saying yes."""
-    runtime = request.app[RUNTIME]
-    if request.headers.get("Expect", "").lower() != "100-continue":
-        return None
-    path = normalise(request.rel_url.raw_path)
-    try:
-        auth.admit(request, runtime.config, path)
-        limit = runtime.config.max_body
-        if (request.content_length or 0) > limit:
-            raise BodyTooLarge(f"the body is over max_body, {limit} bytes")
-    except ProxyError as error:
-        response = _error_response(error, path)
-        response.force_close()
-        return response
-    with contextlib.suppress(ConnectionError):
-        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    """`Expect: 100-continue` asks before it sends a body: check who asks, and how long the body is, before saying yes.
+
+    Saying no is the middleware's: it refuses the request for the same reasons.
+    """
+    if request.headers.get("Expect", "").lower() == "100-continue" and request.version >= (1, 1):
+        config = request.app[RUNTIME].config
+        with contextlib.suppress(ProxyError, ConnectionError):
+            auth.admit(request, config, normalise(request.rel_url.raw_path))
+            _check_length(request, config.max_body)
+            await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
     return None
 
 

@@ -68,6 +68,8 @@ def session() -> aiohttp.ClientSession:
         # Below the 5 s after which uvicorn closes an idle connection: a request must not meet that moment.
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0, ttl_dns_cache=10),
         auto_decompress=False,
+        max_line_size=1 << 16,
+        max_field_size=1 << 16,
         cookie_jar=aiohttp.DummyCookieJar(),
         timeout=aiohttp.ClientTimeout(total=None),
         trace_configs=[trace],

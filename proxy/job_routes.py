@@ -15,7 +15,7 @@ from proxy.errors import BadRequest, ProxyError
 from proxy.job_audio import follow, whole_wav
 from proxy.job_store import Job
 from proxy.jobs import Jobs
-from proxy.speech import cut
+from proxy.relay import cut
 from proxy.speech_request import SpeechSettings, parse, read_object
 
 Endpoint = Callable[[web.Request], Awaitable[web.StreamResponse]]

@@ -11,6 +11,8 @@
 import asyncio
 import json
 import logging
+import socket
+import struct
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Self
@@ -132,14 +134,9 @@ class ClientStream:
         self.cut()
 
     def cut(self) -> None:
-        """Close the connection after what was written, without the end that would make the answer look whole."""
+        """End a started answer so that nobody takes it for whole."""
         self.close()
-        if (transport := self._request.transport) is not None:
-            # HTTP/1.0 has no chunks: there only a reset tells.
-            if self._request.version >= (1, 1):
-                transport.close()
-            else:
-                transport.abort()
+        cut(self._request)
 
     def abort(self) -> None:
         """Close the connection now; what was not sent is dropped."""
@@ -158,6 +155,16 @@ class ClientStream:
         while (data := await spool.take()) is not None:
             async with asyncio.timeout(_STALL):
                 await self.response.write(data)
+
+
+def cut(request: web.Request) -> None:
+    """Close the connection after what was written, without the end that would make the answer look whole."""
+    if (transport := request.transport) is not None:
+        if request.version < (1, 1):
+            # HTTP/1.0 has no last chunk to leave out: there only a reset tells the client. One that lingers for no time.
+            connection = transport.get_extra_info("socket")
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        transport.close()
 
 
 class KeepAlive:

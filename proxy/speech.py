@@ -39,6 +39,7 @@ from backends.errors import Cancelled
 from backends.tempo import share_speed
 from proxy import threads
 from proxy.errors import BadRequest, ProxyError
+from proxy.relay import cut
 from proxy.speech_request import SpeechRequest, SpeechSettings, as_proxy_error, choose_voice, parse
 from proxy.spool import Closed, Spool
 
@@ -285,16 +286,6 @@ class SpeechStream:
             except ConnectionError:
                 self.outcome = "client"
         cut(self._request)
-
-
-def cut(request: web.Request) -> None:
-    """Close the connection after what was written, without the end that would make the answer look whole."""
-    if (transport := request.transport) is not None:
-        # HTTP/1.0 has no last chunk to leave out: there only a reset tells the client.
-        if request.version >= (1, 1):
-            transport.close()
-        else:
-            transport.abort()
 
 
 def _event(data: dict[str, Any]) -> bytes:

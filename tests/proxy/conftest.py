@@ -16,7 +16,16 @@ from tests.proxy.served import Fault, Served, in_front_of, serve
 
 
 UVLOOP = frozenset(
-    ["test_children", "test_clients", "test_faults", "test_forward", "test_keepalive", "test_relay", "test_websocket"]
+    [
+        "test_children",
+        "test_clients",
+        "test_faults",
+        "test_forward",
+        "test_keepalive",
+        "test_relay",
+        "test_refusals",
+        "test_websocket",
+    ]
 )
 
 
