@@ -278,16 +278,19 @@ class Line:
 
     def _admit(self, now: float) -> Sequence[Ticket]:
         granted: list[Ticket] = []
-        while self._lanes and (entry := self._next(now)) is not None:
-            ticket = entry.lane.head
-            if not entry.lane.remove(ticket):
-                del self._lanes[ticket.mode, ticket.model]
-            ticket.overtakes = entry.overtakes
-            self._grant(ticket, entry.room, now)
-            granted.append(ticket)
-        # Only now: a room without holders is still a room while its next writer may follow.
-        if self._rooms:
-            self._rooms = [room for room in self._rooms if room.holders]
+        while self._lanes:
+            while self._lanes and (entry := self._next(now)) is not None:
+                ticket = entry.lane.head
+                if not entry.lane.remove(ticket):
+                    del self._lanes[ticket.mode, ticket.model]
+                ticket.overtakes = entry.overtakes
+                self._grant(ticket, entry.room, now)
+                granted.append(ticket)
+            # Only now: a room without holders is still a room while its next writer may follow.
+            lived = [room for room in self._rooms if room.holders]
+            if len(lived) == len(self._rooms):
+                break
+            self._rooms = lived  # and who was in one that is over may join another
         return granted
 
     def _next(self, now: float) -> _Entry | None:

@@ -124,14 +124,16 @@ class ObviousLine:
 
     def admit(self, now: float) -> set[Ticket]:
         granted: set[Ticket] = set()
-        while (found := self.find(now)) is not None:
-            ticket, phase = found
-            self.waiting.remove(ticket)
-            self.enter(ticket, phase, now)
-            self.holding.append(ticket)
-            granted.add(ticket)
-        self.phases = [phase for phase in self.phases if phase.inside]
-        return granted
+        while True:
+            while (found := self.find(now)) is not None:
+                ticket, phase = found
+                self.waiting.remove(ticket)
+                self.enter(ticket, phase, now)
+                self.holding.append(ticket)
+                granted.add(ticket)
+            if all(phase.inside for phase in self.phases):
+                return granted
+            self.phases = [phase for phase in self.phases if phase.inside]
 
     def find(self, now: float) -> tuple[Ticket, Phase | None] | None:
         first_of = {}
