@@ -3,12 +3,14 @@
 Uncontended: one task takes it and gives it back, again and again. Contended: 1,000 and 10,000 tasks wait, one writer in
 ten; then all are served, and the cost of one is the whole divided by their number, its task and its timer included.
 Times are CPU times of this process, contenders take turns within each round, and a ratio is the median of the rounds'
-own ratios. pyperf runs contenders one after the other in processes of their own, so that it cannot pair them.
+own ratios. As in timeit, the garbage collector is off meanwhile. (pyperf cannot pair contenders: it runs them one after
+the other, each in processes of its own.)
 
 The last table is who was granted when, where a writer comes after a reader that waits.
 """
 
 import asyncio
+import gc
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
@@ -81,7 +83,10 @@ async def rounds(
     found: dict[str, list[float]] = {name: [] for name in names}
     for number in range(count):
         for name in names if number % 2 == 0 else reversed(names):
+            gc.collect()
+            gc.disable()
             found[name].append(await measure(CONTENDERS[name]()))
+            gc.enable()
     return found
 
 
