@@ -182,8 +182,16 @@ class Handler:
             raise BadRequest(f"the model '{plan.model}' has no websocket", param="model")
         upstream = self._runtime.upstreams[plan.upstream]
         target = _target(request.rel_url, fact.path, plan, where)
-        async with self._hold(request, plan, fact) as hold:
-            return await websocket.relay(request, upstream, target, fact.id, hold)
+        try:
+            async with self._hold(request, plan, fact) as hold:
+                return await websocket.relay(request, upstream, target, fact.id, hold)
+        except ProxyError as error:
+            client: web.WebSocketResponse | None = request.get(websocket.ACCEPTED)
+            if client is None:
+                raise
+            await websocket.fail(client, error)
+            fact.failed = error
+            return client
 
     def _check_origin(self, request: web.Request) -> None:
         """CORS does not hold for websockets: a browser opens one for any page, and lets the page read it."""

@@ -4,9 +4,10 @@ import asyncio
 import logging
 
 import aiohttp
-from aiohttp import WSMsgType, hdrs, web
+from aiohttp import WSCloseCode, WSMsgType, hdrs, web
+from yarl import URL
 
-from proxy.errors import UpstreamError
+from proxy.errors import ProxyError, UpstreamError, UpstreamTimeout
 from proxy.forward import Upstream, sent_headers
 from proxy.lease import Hold
 
@@ -15,6 +16,10 @@ logger = logging.getLogger(__name__)
 _HANDSHAKE = frozenset(
     ["sec-websocket-key", "sec-websocket-version", "sec-websocket-extensions", "sec-websocket-protocol"]
 )
+
+
+ACCEPTED: "web.RequestKey[web.WebSocketResponse]" = web.RequestKey("websocket", web.WebSocketResponse)
+"""The client's side, once it has been accepted: no error can have a status any more."""
 
 
 def asks(request: web.BaseRequest) -> bool:
@@ -27,23 +32,30 @@ async def relay(
 ) -> web.StreamResponse:
     """Connect to the upstream first, then accept the client; ends when either side closes.
 
-    Raises UpstreamError while the client has not been accepted.
+    Raises UpstreamError while the client has not been accepted; afterwards `request[ACCEPTED]` is there to be closed.
     """
     protocols = [
         name.strip() for name in request.headers.get(hdrs.SEC_WEBSOCKET_PROTOCOL, "").split(",") if name.strip()
     ]
     headers = sent_headers(request.headers, upstream.config, id, also_not=_HANDSHAKE)
+    patience = upstream.config.timeouts.first_byte
     try:
-        server = await upstream.client.ws_connect(
-            upstream.config.url + target,
-            protocols=protocols,
-            headers=headers,
-            autoping=False,
-            autoclose=False,
-            max_msg_size=0,
-            timeout=aiohttp.ClientWSTimeout(ws_close=5),
-        )
-    except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        async with asyncio.timeout(patience):
+            server = await upstream.client.ws_connect(
+                URL(upstream.config.url + target, encoded=True),
+                protocols=protocols,
+                headers=headers,
+                autoping=False,
+                autoclose=False,
+                max_msg_size=0,
+                timeout=aiohttp.ClientWSTimeout(ws_close=5),
+            )
+    except TimeoutError as error:
+        upstream.count_error("timeout")
+        raise UpstreamTimeout(
+            f"the upstream '{upstream.name}' did not accept a websocket at {target} within {patience:g} s"
+        ) from error
+    except (aiohttp.ClientError, OSError) as error:
         upstream.count_error("connect")
         raise UpstreamError(
             f"the upstream '{upstream.name}' does not accept a websocket at {target}: {error}"
@@ -55,6 +67,7 @@ async def relay(
             protocols=[server.protocol] if server.protocol else [], autoping=False, autoclose=False, max_msg_size=0
         )
         await client.prepare(request)
+        request[ACCEPTED] = client
         ways = [asyncio.create_task(_pass(client, server)), asyncio.create_task(_pass(server, client))]
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
@@ -63,6 +76,12 @@ async def relay(
                 way.cancel()
             await asyncio.gather(*ways, return_exceptions=True)
     return client
+
+
+async def fail(client: web.WebSocketResponse, error: ProxyError) -> None:
+    """Tell an accepted client why its websocket ends."""
+    reason = error.message.encode()[:123]  # of the frame's 125 bytes two are the code
+    await client.close(code=WSCloseCode.INTERNAL_ERROR, message=reason.decode("utf-8", "ignore").encode())
 
 
 Side = web.WebSocketResponse | aiohttp.ClientWebSocketResponse
@@ -87,7 +106,8 @@ async def _pass(source: Side, sink: Side) -> None:
                     await source.close()
                     return
                 case _:
-                    await sink.close(code=1011 if message.type is WSMsgType.ERROR else 1000)
+                    vanished = message.type is WSMsgType.ERROR or source.close_code == WSCloseCode.ABNORMAL_CLOSURE
+                    await sink.close(code=WSCloseCode.INTERNAL_ERROR if vanished else WSCloseCode.OK)
                     return
         except ConnectionError:
             return
