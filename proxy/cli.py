@@ -4,6 +4,9 @@ import asyncio
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
+from urllib.error import HTTPError
+from urllib.parse import urlencode
+from urllib.request import Request, urlopen
 
 import click
 
@@ -11,6 +14,7 @@ from backends.errors import BackendError
 from proxy import __version__, logs
 from proxy import config as configuration
 from proxy.errors import ConfigError, ProxyError
+from proxy.line import Policy
 
 _CONFIG = click.option(
     "--config", "path", type=click.Path(path_type=Path), default=Path("config.yaml"), show_default=True,
@@ -76,6 +80,53 @@ def demo(url: str, api_key: str, chat: str, embedding: str, speech: str, streams
         click.echo(asyncio.run(demos.run(url, api_key, chat, embedding, speech, streams)))
     except demos.DemoFailed as error:
         raise click.ClickException(str(error)) from None
+
+
+@main.command()
+@click.argument("path", metavar="TRACE", type=click.Path(path_type=Path, dir_okay=False))
+@click.option("--config", "settings_path", type=click.Path(path_type=Path), help="Its groups, limits and residency.")
+@click.option("--lease", help="The lease of --config to look at; default: its first.")
+def simulate(path: Path, settings_path: Path | None, lease: str | None) -> None:
+    """Replay a TRACE under llama-swap's order, fifo, phases, and phases with patience, side by side."""
+    from proxy import simulate as simulator
+    from proxy import trace as traces
+
+    try:
+        with path.open(encoding="utf-8") as lines:
+            replayed = traces.read(lines, str(path))
+        machine, policy = None, None
+        if settings_path is not None:
+            settings = configuration.load(settings_path)
+            name = lease or next(iter(settings.leases))
+            if name not in settings.leases:
+                raise ConfigError(f"no lease is named '{name}'; there are: {', '.join(settings.leases)}")
+            machine = simulator.Machine.configured(replayed, settings, name)
+            section = settings.leases[name]
+            policy = Policy("phases", section.slice, section.max_slice, section.patience)
+        click.echo(simulator.render(simulator.run(replayed, machine, policy)))
+    except OSError as error:
+        raise click.ClickException(f"{path}: {error.strerror}") from None
+    except ConfigError as error:
+        raise click.ClickException(error.message) from None
+
+
+@main.command()
+@click.option("--url", default="http://127.0.0.1:9292", show_default=True, help="A running llama-lease.")
+@click.option("--api-key", default="", envvar="LLAMA_LEASE_API_KEY", help="Its key, where it wants one.")
+@click.option("--lease", default="", help="Which lease; default: the server's first.")
+def trace(url: str, api_key: str, lease: str) -> None:
+    """Write a trace of the last requests of a running server, for `simulate`. Models and times only, no prompts."""
+    query = urlencode({"lease": lease} if lease else {})
+    request = Request(f"{url.rstrip('/')}/lease/trace?{query}")
+    if api_key:
+        request.add_header("Authorization", f"Bearer {api_key}")
+    try:
+        with urlopen(request, timeout=30) as answer:
+            click.echo(answer.read().decode(), nl=False)
+    except HTTPError as error:
+        raise click.ClickException(f"{url} answered {error.code}: {error.read().decode()[:300]}") from None
+    except OSError as error:
+        raise click.ClickException(f"no answer from {url}: {error}") from None
 
 
 @main.command()

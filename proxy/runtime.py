@@ -27,6 +27,7 @@ from proxy.residents import Residents
 from proxy.rooms import limits_of, places, residency_of
 from proxy.speech_request import JobSettings, SpeechSettings
 from proxy.ticketlog import TicketLog
+from proxy.trace import Recorder
 from proxy.tracing import Tracing, TracingSettings, build_tracing
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class Runtime:
         self.metrics = Metrics(known_names(config))
         self.ticket_log = TicketLog()
         self.feed = EventFeed()
+        self.recorder = Recorder()
         self.tracing: Tracing = build_tracing(TracingSettings(config.tracing.endpoint, config.tracing.service_name))
         self.leases: dict[str, Lease] = {}
         self.upstreams: dict[str, Upstream] = {}
@@ -122,6 +124,11 @@ class Runtime:
         speech = self.config.speech
         return JobSettings(slice=speech.job_slice, ttl=speech.job_ttl, max_jobs=speech.max_jobs)
 
+    def excludes(self, lease: str, one: str, other: str) -> bool:
+        """Whether two models under a lease cannot be resident together, as far as is known."""
+        rules = self._rules.get(lease)
+        return rules is not None and rules.excludes(one, other)
+
     def canonical(self, model: str) -> str:
         """The id of a model that an upstream's own configuration knows under this name, too."""
         for rules in self._rules.values():
@@ -189,7 +196,7 @@ class Runtime:
             if name in self.leases:
                 self.leases[name].reconfigure(settings, rules)
             else:
-                listeners = (self.metrics.on_lease_event, self.ticket_log.on_lease_event, self.feed.on_lease_event)
+                listeners = [each.on_lease_event for each in (self.metrics, self.ticket_log, self.feed, self.recorder)]
                 residents = self._residents[name] = Residents(self.client)
                 self.leases[name] = Lease(
                     name, settings, residency=rules, listeners=listeners, prepare=residents.prepare

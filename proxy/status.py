@@ -27,6 +27,7 @@ def routes(runtime: Runtime) -> Iterator[tuple[str, str, Endpoint]]:
     yield "GET HEAD", "/metrics", status.metrics
     yield "GET", "/metrics/upstream/{name}", status.upstream_metrics
     yield "GET HEAD", "/lease", status.lease
+    yield "GET", "/lease/trace", status.trace
     yield "DELETE", "/lease/{id}", status.cancel
     yield "GET HEAD", "/v1/models", status.models
     yield "GET HEAD", "/models", status.models
@@ -103,6 +104,15 @@ class Status:
         if not any(lease.cancel(id) for lease in self._runtime.leases.values()):
             raise NotFound(f"no request '{id}' waits or runs", param="id")
         return web.json_response({"id": id, "cancelled": True})
+
+    async def trace(self, request: web.Request) -> web.StreamResponse:
+        """The last requests under a lease as JSON lines for `llama-lease simulate`: models and times, nothing else."""
+        leases = self._runtime.leases
+        name = request.query.get("lease") or next(iter(leases))
+        if name not in leases:
+            raise NotFound(f"no lease is named '{name}'; there are: {', '.join(leases)}", param="lease")
+        trace = self._runtime.recorder.trace(name, lambda one, other: self._runtime.excludes(name, one, other))
+        return web.Response(text="".join(f"{line}\n" for line in trace.lines()), content_type="application/jsonl")
 
     async def metrics(self, _: web.Request) -> web.StreamResponse:
         """Everything that Prometheus wants to know."""
