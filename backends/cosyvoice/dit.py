@@ -137,7 +137,7 @@ class Attention(nn.Module):
         if past is None:
             x = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
         else:
-            x = past.attend(layer, q, k, v, mask)
+            x = past.attend(layer, q, k, v)
         out: Tensor = self.to_out[0](x.transpose(1, 2).flatten(-2))  # (B, T, heads * dim_head) -> (B, T, dim)
         return out
 
@@ -232,8 +232,9 @@ class DiT(nn.Module):
     ) -> Tensor:
         """The velocity of frames [start, start + T): x, mu, cond (B, 80, T), spks (B, 80) -> (B, 80, T).
 
-        `mask` (T, T) says which of these frames (columns) each of them (rows) may see; None means all. With a `past`
-        each sees all its frames besides, and these frames' keys and values are written behind them.
+        Without a `past`, `mask` (T, T) says which of these frames (columns) each of them (rows) may see; None means
+        all. With one, these frames begin with a chunk, each sees the past and the chunks up to its own, and their
+        keys and values are written behind those of the past.
         """
         frames = x.shape[-1]
         speaker = spks[:, None].expand(-1, frames, -1)  # (B, 80) -> (B, T, 80)

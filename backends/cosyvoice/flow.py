@@ -321,7 +321,7 @@ class Flow:
         cond[:, : known.shape[1]] = known
         precise = self.dtype if self.dtype == torch.float64 else torch.float32
         x = self._noise.columns(begin, stop).to(self.device, precise)  # (80, T)
-        mask = chunk_mask(stop - begin, self.device) if masked and stop - begin > CHUNK_FRAMES else None
+        mask = chunk_mask(stop - begin, self.device) if masked and not pasts else None
         estimator = self._network.decoder.estimator
         return solve(
             estimator,

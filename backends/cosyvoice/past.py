@@ -60,23 +60,28 @@ class Past:
     def keep_tail(self, index: int, tail: Tensor) -> None:
         self._new_tails[index] = tail.clone()
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of a block, (B, heads, T, d) each, over the past and itself -> (B, heads, T, d).
 
-        `mask` (T, T) bool is for the block's own keys.
+        The block begins with a chunk. Each frame sees the past and the block's chunks up to its own.
         """
         begin, end = self._frames, self._frames + k.shape[2]
         own = self._room(layer, end, k)
         own[0, :, :, begin:end], own[1, :, :, begin:end] = k, v
         if begin == 0 and self._shared is None:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        seen = own[:, :, :, :end].to(q.dtype)
-        if self._shared is not None:
-            # One copy for a fast kernel: cheaper than attending to both parts and putting the results together.
-            seen = torch.cat([self._shared.layers[layer].to(q.dtype), seen], dim=3)  # (2, B, heads, past + T, d)
-        if mask is not None:
-            mask = F.pad(mask, (seen.shape[3] - mask.shape[1], 0), value=True)  # (T, past + T)
-        return F.scaled_dot_product_attention(q, seen[0], seen[1], attn_mask=mask)
+            keys, values = k, v
+        else:
+            seen = own[:, :, :, :end].to(q.dtype)
+            if self._shared is not None:
+                # One copy for a fast kernel: cheaper than attending to both parts and putting the results together.
+                seen = torch.cat([self._shared.layers[layer].to(q.dtype), seen], dim=3)
+            keys, values = seen  # (B, heads, past + T, d)
+        parts, after = [], q.shape[2]
+        for chunk in torch.split(q, CHUNK_FRAMES, dim=2):  # by chunk, there is nothing to mask and nothing in vain
+            after -= chunk.shape[2]
+            visible = keys.shape[2] - after
+            parts.append(F.scaled_dot_product_attention(chunk, keys[:, :, :visible], values[:, :, :visible]))
+        return torch.cat(parts, dim=2) if len(parts) > 1 else parts[0]
 
     def commit(self, frames: int) -> None:
         """The block of `frames` frames, a multiple of 50, that went through last is finished."""

@@ -48,7 +48,7 @@ def test_a_block_sees_the_prompt_the_window_and_itself(
         every_key, every_value = (torch.cat(parts, dim=2) for parts in zip(*seen, strict=True))
         free = torch.ones(q.shape[2], every_key.shape[2] - q.shape[2], dtype=torch.bool)
         wanted = F.scaled_dot_product_attention(q, every_key, every_value, attn_mask=torch.cat([free, mask], dim=1))
-        assert largest_difference(past.attend(0, q, k, v, mask), wanted) < 1e-12
+        assert largest_difference(past.attend(0, q, k, v), wanted) < 1e-12
         past.commit(q.shape[2])
         keys, values = torch.cat([keys, k], dim=2), torch.cat([values, v], dim=2)
 
@@ -57,12 +57,12 @@ def test_a_block_that_is_not_committed_leaves_no_trace() -> None:
     generator = torch.Generator().manual_seed(1)
     past = Past(1, torch.float64)
     first, lost, second = (random_block(CHUNK_FRAMES, generator) for _ in range(3))
-    past.attend(0, *first, None)
+    past.attend(0, *first)
     past.keep_tail(0, torch.ones(2, 3, 30))
     past.commit(CHUNK_FRAMES)
-    past.attend(0, *lost, None)
+    past.attend(0, *lost)
     past.keep_tail(0, torch.zeros(2, 3, 30))
-    found = past.attend(0, *second, None)
+    found = past.attend(0, *second)
     keys, values = (torch.cat([first[i], second[i]], dim=2) for i in (1, 2))
     assert largest_difference(found, F.scaled_dot_product_attention(second[0], keys, values)) < 1e-12
     tail = past.tail(0)
