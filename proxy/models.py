@@ -52,10 +52,10 @@ async def _ask(upstream: Upstream) -> list[dict[str, Any]] | None:
             if answer.status != 200:
                 return None
             listed = json.loads(await answer.read())["data"]
+            return [model for model in listed if isinstance(model, dict) and isinstance(model.get("id"), str)]
     except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError, TypeError) as error:
         logger.debug("models of %s cannot be listed: %s", upstream.name, error)
         return None
-    return [model for model in listed if isinstance(model, dict) and isinstance(model.get("id"), str)]
 
 
 async def reachable(upstream: Upstream) -> bool:

@@ -1,6 +1,5 @@
 """Requests that are refused: with the right status and shape, before any lease, whatever the HTTP underneath."""
 
-import asyncio
 import gzip
 import json
 from collections.abc import Awaitable, Callable, Mapping
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.fakes import RawClient, faults
-from tests.fakes.answers import JSON, SSE
+from tests.fakes.answers import JSON
 from tests.proxy.conftest import StartFault
 from tests.proxy.served import CHAT, Served, chat, in_front_of, serve
 
@@ -393,82 +392,3 @@ async def test_two_requests_on_one_connection_are_answered_in_turn(fault: StartF
         for expected in (faults.TEXT.body, faults.CHAT.body):
             status, headers = await client.read_head()
             assert (status, await client.read_body(headers)) == (200, expected)
-
-
-# The queue's own limits
-
-
-async def test_a_full_queue_is_429_at_once_with_an_honest_retry_after(fault: StartFault) -> None:
-    f = await fault(faults.stalls_after(1), lease={"max_waiting": 1})
-    async with f.proxy.raw() as holder, f.proxy.raw() as waiter:
-        await holder.post(CHAT, chat("t", stream=True))
-        await f.upstream.until(1)
-        await waiter.post(CHAT, chat())
-        await f.proxy.until(waiting=1)
-        reply = await f.proxy.chat()
-        assert (reply.status, reply.error["code"], reply.error["type"]) == (429, "queue_full", "rate_limit_error")
-        assert 1 <= int(reply.headers["Retry-After"]) <= 60
-        said = json.loads((await f.proxy.chat(path="/v1/messages")).body)
-        assert said["error"]["type"] == "rate_limit_error"
-
-
-@pytest.mark.parametrize(("limit", "header"), [(0.05, None), (60, "0.05"), (60, "0"), (0.05, "60")])
-async def test_a_wait_that_is_too_long_is_503_and_not_to_be_retried(
-    fault: StartFault, limit: float, header: str | None
-) -> None:
-    f = await fault(faults.stalls_after(1), lease={"max_wait": limit})
-    async with f.proxy.raw() as holder:
-        await holder.post(CHAT, chat("t", stream=True))
-        await f.upstream.until(1)
-        reply = await f.proxy.chat(headers={"X-Max-Wait": header} if header else {})
-        assert (reply.status, reply.error["code"], reply.headers["x-should-retry"]) == (503, "wait_too_long", "false")
-        assert len((await f.proxy.lease())["holders"]) == 1
-
-
-async def test_an_x_max_wait_of_nothing_is_served_where_nobody_is_in_the_way(fault: StartFault) -> None:
-    f = await fault(faults.ok)
-    assert (await f.proxy.chat(headers={"X-Max-Wait": "0"})).status == 200
-
-
-# Administrators
-
-
-async def test_a_waiting_request_can_be_taken_out(fault: StartFault) -> None:
-    f = await fault(faults.stalls_after(1))
-    async with f.proxy.raw() as holder:
-        await holder.post(CHAT, chat("t", stream=True))
-        await f.upstream.until(1)
-        waiting = asyncio.create_task(f.proxy.chat(headers={"X-Request-Id": "stuck"}))
-        [waiter] = (await f.proxy.until(waiting=1))["waiting"]
-        assert (waiter["id"], waiter["position"], waiter["mode"]) == ("stuck", 1, "read")
-        assert (await f.proxy.ask("DELETE", "/lease/stuck")).status == 200
-        reply = await waiting
-        assert (reply.status, reply.error["code"]) == (503, "cancelled")
-    assert len(f.upstream.exchanges) == 1
-
-
-async def test_a_running_request_can_be_cut_off(fault: StartFault) -> None:
-    f = await fault(faults.never_answers, faults.stalls_after(1))
-    asking = asyncio.create_task(f.proxy.chat("t", headers={"X-Request-Id": "long"}))
-    exchange = await f.upstream.until(1)
-    assert (await f.proxy.ask("DELETE", "/lease/long")).status == 200
-    reply = await asking
-    assert (reply.status, reply.error["code"]) == (503, "cancelled")
-    await exchange.gone.wait()
-    async with f.proxy.raw() as client:
-        await client.post(CHAT, chat("t", stream=True), X_Request_Id="stream")
-        _, headers = await client.read_head()
-        await client.read_until(faults.CHAT.pieces[0])
-        assert headers["content-type"] == SSE
-        assert (await f.proxy.ask("DELETE", "/lease/stream/")).status == 200
-        assert b'"code": "cancelled"' in await client.read_rest()
-    await (await f.upstream.until(2)).gone.wait()
-
-
-async def test_only_administrators_take_requests_out(fault: StartFault) -> None:
-    f = await fault(faults.ok, api_keys=["user"], admin_keys=["root"])
-    f.proxy.http.headers["Authorization"] = "Bearer root"
-    user = {"Authorization": "Bearer user"}
-    assert (await f.proxy.ask("DELETE", "/lease/x", headers=user)).status == 403
-    reply = await f.proxy.ask("DELETE", "/lease/x")
-    assert (reply.status, reply.error["param"]) == (404, "id")
