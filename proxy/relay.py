@@ -91,8 +91,9 @@ class ClientStream:
                 return
             self._spool = Spool(limit=_SPOOL_LIMIT)
             self._drain = asyncio.create_task(self._send_spooled(self._spool))
-        if self._drain is not None and self._drain.done():
-            raise ClientGone
+        if self._drain is not None and self._drain.done():  # the client has gone, or has read nothing for too long
+            self.abort()
+            raise ClientGone from self._drain.exception()
         if self._spool.size + len(data) > _SPOOL_LIMIT:
             logger.warning("a client is %d bytes behind; its connection is cut", self._spool.size)
             self.abort()
