@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 RUNTIME = web.AppKey("runtime", Runtime)
 
 _Endpoint = Callable[[web.Request], Awaitable[web.StreamResponse]]
-_REQUEST_ID = re.compile(r"(?!(?:events|trace|ui)$)[A-Za-z0-9._:+=-]{1,128}")  # what `DELETE /lease/{id}` can name
+_REQUEST_ID = re.compile(r"(?!(?:events|trace|ui)$)[A-Za-z0-9._:/+=-]{1,128}")  # what `DELETE /lease/{id}` can name
 
 
 def build_app(config: Config) -> web.Application:

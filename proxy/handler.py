@@ -99,8 +99,7 @@ class Handler:
         )
 
     def _plan(self, request: web.Request, fact: Facts, model: str | None, where: Source) -> Plan:
-        known = self._runtime.canonical
-        plan = self._runtime.classifier.plan(request.method, fact.path, model, where=where, known=known)
+        plan = self._runtime.plan(request.method, fact.path, model, where)
         fact.group, fact.model = plan.group, plan.model
         return plan
 

@@ -105,4 +105,4 @@ class RuntimePlaces:
 
     def _plan(self, model: str) -> Plan:
         runtime = self._runtime
-        return runtime.classifier.plan("POST", "/v1/audio/speech", model, known=runtime.canonical)
+        return runtime.plan("POST", "/v1/audio/speech", model)

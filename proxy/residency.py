@@ -172,6 +172,10 @@ class Residency:
         stands_for = self._names.get(model)
         return next(iter(stands_for)) if stands_for is not None and len(stands_for) == 1 else model
 
+    def elsewhere(self, model: str) -> bool:
+        """Whether a model is known to run on another machine."""
+        return self._names.get(model) == frozenset()
+
     def admits(self, held: frozenset[str], model: str) -> bool:
         """Can `model` be loaded, or stay, without stopping one of `held`?"""
         return self._admits(held, model)

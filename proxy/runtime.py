@@ -15,13 +15,14 @@ from backends.api import SpeechBackend
 from backends.errors import BackendError
 from proxy import forward
 from proxy.children import Child, expand
-from proxy.classify import Classifier, Plan
+from proxy.classify import Classifier, Plan, Source
 from proxy.config import Config, LeaseConfig
 from proxy.config import Upstream as UpstreamConfig
 from proxy.errors import ConfigError, LeaseClosed, ModelUnavailable, NotFound
 from proxy.events import EventFeed
 from proxy.forward import Upstream
 from proxy.lease import Hold, Lease, LeaseSettings
+from proxy.line import Mode
 from proxy.metrics import Known, Metrics
 from proxy.residents import Residents
 from proxy.rooms import limits_of, places, residency_of
@@ -138,6 +139,15 @@ class Runtime:
 
     # -- one request --------------------------------------------------------------------------------------------
 
+    def plan(self, method: str, path: str, model: str | None, where: Source | None = None) -> Plan:
+        """The classifier's plan; a model that its swapper has on another machine takes no turn. Raises what it does."""
+        plan = self.classifier.plan(method, path, model, where=where, known=self.canonical)
+        if plan.mode is not None and any(
+            rules is not None and rules.elsewhere(plan.model) for rules in self._rules.values()
+        ):
+            return dataclasses.replace(plan, mode=Mode.NONE, why=f"{plan.why}; it runs on another machine")
+        return plan
+
     def lease_of(self, plan: Plan) -> Lease:
         """The lease that a plan's place lives under."""
         if plan.backend is not None:
@@ -183,7 +193,7 @@ class Runtime:
     @asynccontextmanager
     async def hold_model(self, model: str, request_id: str) -> AsyncIterator[Hold]:
         """The lease for work that no client waits for on a connection: a slice of a speech job."""
-        plan = self.classifier.plan("POST", "/v1/audio/speech", model)
+        plan = self.plan("POST", "/v1/audio/speech", model)
         await self.before_lease(plan)
         async with self.hold(plan, request_id) as hold:
             yield hold

@@ -104,6 +104,7 @@ class SpeechStream:
         self._listener = listener
         self._response: web.StreamResponse | None = None
         self._began = False  # the response is under way: errors can no longer change its status
+        self._complete = False  # the client was given everything: that it leaves now means nothing
         self._cancel = threading.Event()
         self._tokens = 0
         self._audio_seconds = 0.0
@@ -155,7 +156,12 @@ class SpeechStream:
                 self._listener.speech_first_audio(self._backend.name, time.monotonic() - started)
 
         self._relay = asyncio.create_task(self._send())
-        error = await threads.run(lambda: self._speak(first_audio), self._stop)
+        try:
+            error = await threads.run(lambda: self._speak(first_audio), self._stop)
+        except asyncio.CancelledError:
+            if not self._complete:
+                raise
+            error = None
         if self._listener is not None:
             self._listener.speech_done(
                 self._backend.name,
@@ -174,9 +180,8 @@ class SpeechStream:
         try:
             await asyncio.wait({self._relay})
         except asyncio.CancelledError:
-            if not self._relay.done():
+            if not self._complete:
                 raise
-            # The client closed its connection, but after the last byte.
         self._relay.result()
         return self.response
 
@@ -240,6 +245,7 @@ class SpeechStream:
             if self._speech.stream_format == "sse":
                 await response.write(_event({"type": "speech.audio.done", "usage": self._usage()}))
             await response.write_eof()
+            self._complete = True
         except (ConnectionError, TimeoutError):
             self.outcome = "client"
             self._stop()

@@ -105,6 +105,14 @@ async def test_speech_is_counted(server: Observed) -> None:
     assert server.value("speech_synthesis_seconds_total", backend="fake") > 0
 
 
+async def test_a_client_that_closes_behind_the_last_byte_of_speech_has_not_left_it(server: Observed) -> None:
+    for _ in range(5):
+        fields: dict[str, object] = {"model": "tts", "input": "Hello.", "response_format": "wav"}
+        await server.post("/v1/audio/speech", fields, Connection="close")
+    await server.reaches(5, "requests_total", route="/v1/audio/speech", group="speech", code="200")
+    assert server.value("client_disconnects_total", phase="streaming") == 0
+
+
 async def test_a_file_that_is_repaired_to_what_runs_counts_as_accepted(server: Observed, tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     server.runtime.config = server.runtime.config.model_copy(update={"path": file})
