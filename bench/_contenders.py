@@ -52,7 +52,8 @@ class Server:
         self.url = f"http://127.0.0.1:{port}/v1/chat/completions"
         if cpu is not None:
             command = ["taskset", "-c", str(cpu), *command]
-        self._log = (cwd / f"{name}.log").open("w+")
+        (cwd / "logs").mkdir(exist_ok=True)  # llama-lease watches the folder that its configuration is in
+        self._log = (cwd / "logs" / f"{name}.log").open("w+")
         self._process = subprocess.Popen(
             command,
             cwd=cwd,
