@@ -4,8 +4,8 @@ import asyncio
 import contextlib
 import logging
 import re
+import secrets
 import time
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterable, Iterator
 from typing import Any
 
@@ -236,4 +236,4 @@ async def _expect(request: web.Request) -> web.StreamResponse | None:
 def _request_id(request: web.BaseRequest, live: Container[str]) -> str:
     """The client's own id where it is one, and no other request under way has it: `DELETE /lease/{id}` means one."""
     given = request.headers.get("X-Request-Id", "")
-    return given if _REQUEST_ID.fullmatch(given) and given not in live else uuid.uuid4().hex
+    return given if _REQUEST_ID.fullmatch(given) and given not in live else secrets.token_hex(16)

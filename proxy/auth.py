@@ -1,5 +1,6 @@
 """Who may call: the Host that the request came under, then the key that it carries."""
 
+import functools
 import hashlib
 import hmac
 import ipaddress
@@ -39,6 +40,7 @@ def hostname(host: str) -> str:
     return name.lower().rstrip(".") if port.isdigit() or not port else ""
 
 
+@functools.lru_cache(maxsize=256)
 def is_loopback(name: str) -> bool:
     """localhost, its subdomains, 127.0.0.0/8 and ::1."""
     if name == "localhost" or name.endswith(".localhost"):

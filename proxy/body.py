@@ -23,6 +23,7 @@ from proxy.errors import BadRequest, BodyTooLarge
 _IN_MEMORY = 1 << 20
 _CHUNK = 1 << 18
 _SPACE = " \t\n\r"
+_DECODER = json.JSONDecoder(parse_int=float)  # int() refuses thousands of digits
 _PLAIN = ("", "identity")
 _WBITS = {"gzip": 31, "x-gzip": 31, "deflate": 15}
 _JSON = ("", "application/json", "text/plain", "application/x-www-form-urlencoded")  # the last is what curl -d says
@@ -163,7 +164,6 @@ def _in_json(data: bytes) -> Found:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise BadRequest(f"the body is not valid UTF-8 at byte {error.start}", param="body") from None
-    decoder = json.JSONDecoder(parse_int=float)  # int() refuses thousands of digits
     model: object = None
     stream: object = False
     span = (0, 0)
@@ -180,7 +180,7 @@ def _in_json(data: bytes) -> Found:
             if text[position : position + 1] != ":":
                 raise json.JSONDecodeError("expected ':'", text, position)
             start = _skip(text, position + 1)
-            value, end = decoder.raw_decode(text, start)
+            value, end = _DECODER.raw_decode(text, start)
             if key == "model":
                 if span != (0, 0):
                     raise BadRequest("the field 'model' is given twice", param="model")

@@ -219,11 +219,13 @@ class Upstream:
 
     async def _body(self, answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
         """The pieces of the answer as they arrive. Raises UpstreamError when it breaks off or falls silent."""
-        idle = self.config.timeouts.idle
+        idle, content = self.config.timeouts.idle, answer.content
         while True:
             try:
-                async with asyncio.timeout(idle):
-                    data = await answer.content.readany()
+                data = content.read_nowait()  # what is here already needs no clock
+                if not data and not content.at_eof():
+                    async with asyncio.timeout(idle):
+                        data = await content.readany()
             except TimeoutError as error:
                 self._on_error("timeout")
                 message = f"the upstream '{self.name}' sent nothing for {idle:g} s in the middle of its answer"

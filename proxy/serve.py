@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import ipaddress
 import json
 import logging
@@ -46,6 +47,7 @@ async def serve(settings: Config) -> None:
         await site.start()
         watching.append(asyncio.create_task(_welcome(runtime)))  # not before its address answers
         _announce(runtime)
+        _settle_heap()
         await stop.wait()
         logger.info("stopping: no new requests, those that run have %g s", runtime.config.drain_timeout)
         await runtime.drain()
@@ -55,6 +57,17 @@ async def serve(settings: Config) -> None:
         await asyncio.gather(*watching, return_exceptions=True)
         await runner.cleanup()
     logger.info("stopped")
+
+
+def _settle_heap() -> None:
+    """Take what was made until now out of the garbage collector's sight, and let it run less often.
+
+    A request leaves no cycles behind, but its events and its place in the trace are kept, and that growth made the
+    collector walk over every imported module again and again: a quarter of the time of a small request.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 async def _watch(runtime: Runtime, reload: asyncio.Event) -> None:
