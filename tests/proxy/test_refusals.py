@@ -251,7 +251,7 @@ async def test_a_page_from_elsewhere_may_not_read(fault: StartFault) -> None:
         assert "Access-Control-Allow-Origin" not in reply.headers
 
 
-@pytest.mark.parametrize("given", ["", "a b", "x" * 129, "é", "a\tb", "a/b"])
+@pytest.mark.parametrize("given", ["", "a b", "x" * 129, "é", "a\tb", "ui"])
 async def test_an_id_that_is_none_is_replaced(fault: StartFault, given: str) -> None:
     f = await fault(faults.ok)
     reply = await f.proxy.chat(headers={"X-Request-Id": given})
