@@ -25,6 +25,9 @@ from backends.cosyvoice.schedule import LOOK_AHEAD, Schedule, Step
 from backends.cosyvoice.vocoder import FRAME_SAMPLES, Vocoder
 from bench._common import Report, Target, options
 
+Calls = Iterable[Callable[[], Tensor]]
+"""One call for each chunk."""
+
 PUBLISHED_DEPTH = 22
 TOKENS_PER_SECOND = 25
 HELD_BACK = 8
@@ -54,6 +57,7 @@ class Plan:
     prompt: int
     tokens: int
     count_on: str
+    rounds: int
 
     def flow_dims(self, depth: int) -> FlowDims:
         dit = DiTDims(self.width, depth, heads=self.width // 64, dim_head=64, ff_dim=2 * self.width, position_groups=16)
@@ -104,7 +108,7 @@ class FlowBench:
     def prepare(self) -> VoicePrefix:
         return self.flow.prepare_voice(self.prompt, self.prompt_mel, self.embedding)
 
-    def recomputed(self, voice: VoicePrefix) -> Iterable[Callable[[], Tensor]]:
+    def recomputed(self, voice: VoicePrefix) -> Calls:
         """One call for each chunk."""
 
         def chunk(step: Step) -> Tensor:
@@ -116,7 +120,7 @@ class FlowBench:
 
         return [partial(chunk, step) for step in self.steps]
 
-    def continued(self, voice: VoicePrefix | None) -> Iterable[Callable[[], Tensor]]:
+    def continued(self, voice: VoicePrefix | None) -> Calls:
         """One call for each chunk; without a voice the first one prepares it."""
         state: Any = None
 
@@ -143,7 +147,7 @@ class VocoderBench:
         self.vocoder = Vocoder(network, device=device)
         self.ends = [2 * (step.num_tokens - (0 if step.final else LOOK_AHEAD)) for step in plan.steps()]
 
-    def recomputed(self) -> Iterable[Callable[[], Tensor]]:
+    def recomputed(self) -> Calls:
         def chunk(begin: int, end: int) -> Tensor:
             final = end == self.mel.shape[1]
             audio = self.vocoder.whole(self.mel[:, :end], final=final)
@@ -151,7 +155,7 @@ class VocoderBench:
 
         return [partial(chunk, begin, end) for begin, end in self._pieces()]
 
-    def continued(self) -> Iterable[Callable[[], Tensor]]:
+    def continued(self) -> Calls:
         state = self.vocoder.start()
 
         def chunk(begin: int, end: int) -> Tensor:
@@ -165,20 +169,26 @@ class VocoderBench:
         return list(itertools.pairwise([0, *self.ends]))
 
 
-def timed(ways: dict[str, Iterable[Callable[[], Tensor]]]) -> Iterator[tuple[Way, Tensor]]:
-    """Each way's times and result. Chunk by chunk, one way after the other: what else the machine does meanwhile
-    then meets all of them."""
-    times = {name: Way(name) for name in ways}
-    parts: dict[str, list[Tensor]] = {name: [] for name in ways}
-    for chunk in zip(*ways.values(), strict=True):
-        for name, call in zip(ways, chunk, strict=True):
-            begin = time.thread_time()
-            parts[name].append(call())
-            times[name].seconds.append(time.thread_time() - begin)
-    return ((times[name], torch.cat(parts[name], dim=-1)) for name in ways)
+def timed(ways: dict[str, Callable[[], Calls]], rounds: int) -> Iterator[tuple[Way, Tensor]]:
+    """Each way's times, the best of all rounds for each chunk, and its result. Chunk by chunk, one way after the
+    other: what else the machine does meanwhile then meets all of them."""
+    times: dict[str, list[list[float]]] = {name: [] for name in ways}
+    results: dict[str, Tensor] = {}
+    for _ in range(rounds):
+        parts: dict[str, list[Tensor]] = {name: [] for name in ways}
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        for chunk in zip(*(calls() for calls in ways.values()), strict=True):
+            for name, call in zip(ways, chunk, strict=True):
+                begin = time.thread_time()
+                parts[name].append(call())
+                seconds[name].append(time.thread_time() - begin)
+        for name in ways:
+            times[name].append(seconds[name])
+            results[name] = torch.cat(parts[name], dim=-1)
+    return ((Way(name, [min(of_chunk) for of_chunk in zip(*times[name], strict=True)]), results[name]) for name in ways)
 
 
-def counted(calls: Iterable[Callable[[], Tensor]]) -> list[float]:
+def counted(calls: Calls) -> list[float]:
     """FLOPs of each call."""
     counts = []
     for call in calls:
@@ -199,10 +209,11 @@ def measure_flow(report: Report, plan: Plan) -> None:
     voice = bench.prepare()  # also warms up caches and memory
     (recomputed, wanted), (cold, cold_mel), (warm, warm_mel) = timed(
         {
-            "recomputed": bench.recomputed(voice),
-            "continued, cold voice": bench.continued(None),
-            "continued, warm voice": bench.continued(voice),
-        }
+            "recomputed": partial(bench.recomputed, voice),
+            "continued, cold voice": partial(bench.continued, None),
+            "continued, warm voice": partial(bench.continued, voice),
+        },
+        plan.rounds,
     )
     one, two = (FlowBench(plan, depth, plan.count_on) for depth in (1, 2))
     first, second = one.prepare(), two.prepare()
@@ -244,7 +255,9 @@ def memory(bench: FlowBench, voice: VoicePrefix) -> list[float]:
 def measure_vocoder(report: Report, plan: Plan) -> None:
     bench = VocoderBench(plan, "cpu")
     bench.vocoder.whole(bench.mel[:, :60])  # warms up
-    (recomputed, wanted), (steps, audio) = timed({"recomputed": bench.recomputed(), "continued": bench.continued()})
+    (recomputed, wanted), (steps, audio) = timed(
+        {"recomputed": bench.recomputed, "continued": bench.continued}, plan.rounds
+    )
     shapes = VocoderBench(plan, plan.count_on)
     recomputed.flops, steps.flops = counted(shapes.recomputed()), counted(shapes.continued())
     add_tables(report, "Vocoder", [recomputed, steps], "FLOPs")
@@ -277,16 +290,22 @@ def main() -> None:
             "--depth",
             {"type": int, "default": 4, "help": "transformer layers that are timed; 22 is the published depth"},
         ),
+        ("--rounds", {"type": int, "default": 1, "help": "the best of so many runs, on a machine that is not idle"}),
     )
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    plan = Plan(64, 1, 40, 45, "cpu") if arguments.quick else Plan(1024, arguments.depth, 125, 200, "meta")
+    plan = (
+        Plan(64, 1, 40, 45, "cpu", 1)
+        if arguments.quick
+        else Plan(1024, arguments.depth, 125, 200, "meta", arguments.rounds)
+    )
     spoken, prompt = plan.tokens // TOKENS_PER_SECOND, plan.prompt // TOKENS_PER_SECOND
     report = Report("streaming", f"CosyVoice streaming: {spoken} s of speech, {prompt} s of prompt", arguments.quick)
     measure_flow(report, plan)
     measure_vocoder(report, plan)
     widths = "published widths" if plan.width == 1024 else "a sixteenth of the published widths"
-    report.notes.append(f"seconds are processor time of the one thread; random weights, {widths}, float32, one run")
+    runs = "one run" if plan.rounds == 1 else f"best of {plan.rounds} runs for each chunk"
+    report.notes.append(f"seconds are processor time of the one thread; random weights, {widths}, float32, {runs}")
     report.data["plan"] = asdict(plan)
     if arguments.quick:
         report.targets.clear()
