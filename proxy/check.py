@@ -8,7 +8,7 @@ from proxy.config import Config
 from proxy.errors import ProxyError
 from proxy.forward import Upstream
 from proxy.rooms import residency_of
-from proxy.runtime import create_backends
+from proxy.runtime import check_commands, create_backends
 
 
 def explain(config: Config, model: str, path: str, method: str = "") -> str:
@@ -33,6 +33,7 @@ def explain(config: Config, model: str, path: str, method: str = "") -> str:
 async def overview(config: Config) -> str:
     """Every model that can be found, in the configuration and at upstreams that answer: group, mode, place."""
     create_backends(config)  # its faults are the configuration's, too
+    check_commands(config)
     classifier = Classifier(config)
     found: dict[str, str] = {model: "configured" for model, _, _ in classifier.models()}
     notes = []

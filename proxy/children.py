@@ -24,6 +24,7 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 _STABLE = 60.0
 _STOP_PATIENCE = 10.0
 _POLL = 0.2
+_LAST_WORDS = 1.0
 
 
 def expand(command: str | Sequence[str], url: str) -> list[str]:
@@ -44,10 +45,11 @@ def expand(command: str | Sequence[str], url: str) -> list[str]:
             case "port":
                 return str(address.port)
             case "package":
-                spec = importlib.util.find_spec(argument)
-                if spec is None or spec.origin is None:
-                    raise ConfigError(f"command: the Python package '{argument}' is not installed")
-                return str(Path(spec.origin).parent)
+                with contextlib.suppress(ImportError, ValueError):
+                    spec = importlib.util.find_spec(argument)
+                    if spec is not None and spec.origin is not None:
+                        return str(Path(spec.origin).parent)
+                raise ConfigError(f"command: the Python package '{argument}' is not installed")
         raise ConfigError(f"command: unknown placeholder '${{{match[1]}}}'; there are python, host, port, package:NAME")
 
     words = shlex.split(command) if isinstance(command, str) else list(command)
@@ -110,38 +112,57 @@ class Child:
 
     async def _once(self) -> None:
         """From its start to its exit."""
-        process = await asyncio.create_subprocess_exec(
-            *self.command,
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=_die_with_parent if sys.platform == "linux" else None,
-        )
+        # A pipe of our own: with asyncio's, `wait` would also wait for whoever has inherited it.
+        output, said = os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self.command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=said,
+                stderr=said,
+                start_new_session=True,
+                preexec_fn=_die_with_parent if sys.platform == "linux" else None,
+            )
+        except BaseException:
+            os.close(output)
+            raise
+        finally:
+            os.close(said)
         logger.info("server %s: started, process %d: %s", self.name, process.pid, shlex.join(self.command))
         self._last_exit = "it is starting"
-        watching = [asyncio.create_task(self._log(process)), asyncio.create_task(self._watch_health())]
+        listening, watching = asyncio.create_task(self._log(output)), asyncio.create_task(self._watch_health())
         try:
             code = await process.wait()
             self._last_exit = f"it ended with exit status {code}"
-            logger.error("server %s: ended with exit status %d", self.name, code)
         finally:
+            watching.cancel()
             self._healthy.clear()
             await _end(process)
-            for task in watching:
-                task.cancel()
-            await asyncio.gather(*watching, return_exceptions=True)
+            await asyncio.wait({listening}, timeout=_LAST_WORDS)  # they tell why it ended
+            listening.cancel()
+            await asyncio.gather(listening, watching, return_exceptions=True)
+        logger.error("server %s: ended with exit status %d", self.name, code)
 
-    async def _log(self, process: asyncio.subprocess.Process) -> None:
-        assert process.stdout is not None
+    async def _log(self, output: int) -> None:
+        """Everything that comes out of the pipe `output`, line by line, to its end; closes it."""
         server = logging.getLogger(f"server.{self.name}")
+        stream = asyncio.StreamReader()
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(stream), os.fdopen(output, "rb", buffering=0)
+        )
         pending = b""
-        while data := await process.stdout.read(1 << 16):
-            *lines, pending = (pending + data).split(b"\n")
-            pending = pending[-(1 << 16) :]
-            for line in lines:
-                if text := line.decode("utf-8", "replace").rstrip():
-                    server.info("%s", text)
+        ended = False
+        try:
+            while not ended:
+                data = await stream.read(1 << 16)
+                ended = not data
+                *lines, pending = (pending + (data or b"\n")).split(b"\n")
+                pending = pending[-(1 << 16) :]
+                for line in lines:
+                    if text := line.decode("utf-8", "replace").rstrip():
+                        server.info("%s", text)
+        finally:
+            transport.close()
 
     async def _watch_health(self) -> None:
         while True:

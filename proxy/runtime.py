@@ -46,6 +46,7 @@ class Runtime:
 
     def __init__(self, config: Config) -> None:
         """Create everything that does not need an event loop. Raises ConfigError: a backend's options, say."""
+        check_commands(config)
         self.config = config
         self.classifier = Classifier(config)
         self.metrics = Metrics(known_names(config))
@@ -99,9 +100,7 @@ class Runtime:
         rules = {name: residency_of(config, name) for name in config.leases}
         limits = limits_of(config)
         fresh = create_backends(config, keep=self.backends, old=self.config)
-        for name, upstream in config.upstreams.items():
-            if upstream.command:
-                _command(name, upstream)
+        check_commands(config)
         for key in ("listen", "data_dir", "tracing"):
             if getattr(config, key) != getattr(self.config, key):
                 logger.warning("%s has changed; that takes effect at the next start", key)
@@ -305,6 +304,13 @@ def known_names(config: Config) -> Known:
         backends=frozenset(config.backends),
         routes=ROUTES,
     )
+
+
+def check_commands(config: Config) -> None:
+    """Raises ConfigError for a command whose placeholders mean nothing here."""
+    for name, upstream in config.upstreams.items():
+        if upstream.command:
+            _command(name, upstream)
 
 
 def _command(name: str, section: UpstreamConfig) -> list[str]:
