@@ -101,7 +101,7 @@ def poisson(
 class Recorder:
     """A listener for leases that remembers the last tickets, as far as a trace needs them."""
 
-    def __init__(self, *, keep: int = 50_000) -> None:
+    def __init__(self, *, keep: int = 20_000) -> None:
         self._tickets: dict[str, deque[_Seen]] = {}
         self._keep = keep
 
