@@ -14,7 +14,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from proxy import auth, cors, status
-from proxy.classify import normalise
+from proxy.classify import has_dots, normalise
 from proxy.config import Config
 from proxy.errors import BadRequest, BodyTooLarge, MethodNotAllowed, ProxyError
 from proxy.facts import FACTS, Facts
@@ -172,6 +172,8 @@ def _middleware(runtime: Runtime) -> Any:
 
 async def _answer(request: web.Request, endpoint: _Endpoint, runtime: Runtime, fact: Facts) -> web.StreamResponse:
     try:
+        if has_dots(fact.path):  # every client resolves them before it asks
+            raise BadRequest("the path must not have the segments '.' and '..'", param="path")
         fact.owner = auth.admit(request, runtime.config, fact.path)
         _check_length(request, runtime.config.max_body)
         if request.method == "OPTIONS":
@@ -182,6 +184,7 @@ async def _answer(request: web.Request, endpoint: _Endpoint, runtime: Runtime, f
     except web.HTTPException as error:
         refused = ProxyError(error.text or error.reason)
         refused.status = error.status
+        refused.type = "invalid_request_error" if error.status < 500 else refused.type
         return _error_response(refused, request, fact.path)
     except (aiohttp.ClientPayloadError, web.RequestPayloadError) as error:
         return _error_response(BadRequest(f"the body cannot be read: {error}", param="body"), request, fact.path)

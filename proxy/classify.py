@@ -84,8 +84,30 @@ class Plan:
 
 
 def normalise(raw_path: str) -> str:
-    """The path to compare with: doubled and trailing slashes gone, percent signs as they came."""
-    return re.sub(r"/{2,}", "/", raw_path).rstrip("/") or "/"
+    """The path to compare with and to send on: doubled and trailing slashes gone.
+
+    Percent signs stay, for %2F in an id is no slash; but not where they stand for what never needs one, and not in a
+    path that loads a model: /v1/ch%61t%2Fcompletions, which many servers read as we do, must not get past the lease.
+    """
+    path = re.sub(r"%[0-9A-Fa-f]{2}", lambda sign: _unquoted(sign[0]), raw_path) if "%" in raw_path else raw_path
+    path = _slashes(path)
+    if "%" in path and (plain := _slashes(unquote(path))) in _BODY | _QUERY | {"/unload"}:
+        return plain
+    return path
+
+
+def _slashes(path: str) -> str:
+    return re.sub(r"/{2,}", "/", path).rstrip("/") or "/"
+
+
+def has_dots(path: str) -> bool:
+    """Whether a normalised path has a segment `.` or `..`: it would mean another path to an upstream than to us."""
+    return not {".", ".."}.isdisjoint(path.split("/"))
+
+
+def _unquoted(sign: str) -> str:
+    char = chr(int(sign[1:], 16))
+    return char if char.isascii() and (char.isalnum() or char in "-._~") else sign
 
 
 def source(method: str, path: str) -> Source:

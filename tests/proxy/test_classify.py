@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from proxy.classify import ALL_MODELS, COMFYUI_MODEL, Classifier, Plan, Source, normalise, source
+from proxy.classify import ALL_MODELS, COMFYUI_MODEL, Classifier, Plan, Source, has_dots, normalise, source
 from proxy.config import Config
 from proxy.errors import BadRequest, NotFound
 from proxy.line import Mode
@@ -233,11 +233,40 @@ def test_an_alias_in_a_path_stays_as_it_is() -> None:
 
 @pytest.mark.parametrize(
     ("raw", "path"),
-    [("", "/"), ("/", "/"), ("//", "/"), ("/v1/models/", "/v1/models"), ("//v1///models//", "/v1/models"),
-     ("/upstream/a%2F%2Fb/", "/upstream/a%2F%2Fb")],
-)  # fmt: skip
-def test_doubled_and_trailing_slashes_do_not_count_and_percent_signs_stay(raw: str, path: str) -> None:
+    [
+        ("", "/"),
+        ("/", "/"),
+        ("//", "/"),
+        ("/v1/models/", "/v1/models"),
+        ("//v1///models//", "/v1/models"),
+        ("/upstream/a%2F%2Fb/", "/upstream/a%2F%2Fb"),
+        ("/upstream/a%20b%zz%", "/upstream/a%20b%zz%"),
+        ("/v1/ch%61t/%63ompletions", "/v1/chat/completions"),
+        ("/a/%2e%2E/b", "/a/../b"),
+    ],
+)
+def test_a_path_is_compared_without_slashes_and_percent_signs_that_mean_nothing(raw: str, path: str) -> None:
     assert normalise(raw) == path
+    assert normalise(path) == path
+
+
+def test_no_spelling_of_a_path_gets_past_the_lease() -> None:
+    for path in (
+        "//v1/ch%61t/%63omple%74ions/",
+        "/v1%2Fchat%2fcompletions",
+        "%2Fv1/chat/completions%2F",
+    ):
+        assert plan("POST", path, "qwen").mode is Mode.READ
+    assert plan("GET", "/unloa%64").mode is Mode.WRITE
+    assert plan("GET", "/v1%2Fmodels").mode is None
+
+
+@pytest.mark.parametrize(
+    ("path", "dots"),
+    [("/a/../b", True), ("/./b", True), ("/a/..", True), ("/a/.../b..c/.d", False), ("/a/%2e/b", True), ("/", False)],
+)
+def test_a_path_with_dot_segments_is_known(path: str, dots: bool) -> None:
+    assert has_dots(normalise(path)) is dots
 
 
 # The default place

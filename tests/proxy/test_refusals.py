@@ -107,6 +107,26 @@ async def test_another_method_on_our_own_page_is_405_and_tells_which_are_right(
     assert reply.error["type"] == "invalid_request_error"
 
 
+@pytest.mark.parametrize("path", ["/lease/ui/../../v1/chat/completions", "/x/%2e%2e/v1/chat/completions", "/./health"])
+async def test_a_path_with_dot_segments_is_400_and_gets_past_neither_key_nor_lease(
+    serve_proxy: Serve, path: str
+) -> None:
+    proxy = await serve_proxy(in_front_of("http://127.0.0.1:9", api_keys=["good"]))
+    async with proxy.raw() as client:
+        await client.post(path, chat())
+        status, headers = await client.read_head()
+        assert (status, json.loads(await client.read_body(headers))["error"]["param"]) == (400, "path")
+
+
+async def test_a_path_in_percent_signs_takes_the_lease_all_the_same(fault: StartFault) -> None:
+    f = await fault(faults.ok)
+    async with f.proxy.raw() as client:
+        await client.post("/v1/ch%61t/completions", chat())
+        _, headers = await client.read_head()
+    assert "server-timing" in headers
+    assert f.upstream.exchanges[0].target == CHAT
+
+
 # Too large
 
 
