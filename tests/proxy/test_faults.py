@@ -184,6 +184,14 @@ async def test_503_is_waited_out_while_the_model_loads(fault: StartFault) -> Non
     assert [exchange.body for exchange in f.upstream.exchanges] == [f.upstream.exchanges[0].body] * 4
 
 
+async def test_a_big_body_is_sent_again_whole(fault: StartFault) -> None:
+    f = await fault(faults.loading(), faults.busy(0))
+    body = json.dumps(chat(filler="x" * (3 << 20))).encode()
+    reply = await f.proxy.ask("POST", CHAT, data=BytesIO(body), headers={"Content-Type": JSON})
+    assert reply.status == 200
+    assert [exchange.body == body for exchange in f.upstream.exchanges] == [True] * 3
+
+
 async def test_503_for_all_of_load_timeout_is_passed_on_and_the_model_left_alone(fault: StartFault) -> None:
     f = await fault(faults.loading(), upstream={"load_timeout": 0, "failed_load_backoff": 60})
     first = await f.proxy.chat("big")
@@ -373,6 +381,34 @@ async def test_an_empty_answer_is_an_empty_answer(fault: StartFault) -> None:
 
 
 # The client goes away
+
+
+async def counted(proxy: Served) -> tuple[dict[str, float], float]:
+    """Clients that went away, by phase, and errors blamed on upstreams."""
+    page = (await proxy.ask("GET", "/metrics")).body.decode()
+    lines = [line.removeprefix("llama_lease_").rsplit(" ", 1) for line in page.splitlines()]
+    gone = {name: float(n) for name, n in lines if name.startswith("client_disconnects_total{")}
+    blamed = sum(float(n) for name, n in lines if name.startswith("upstream_errors_total{"))
+    return {name.split('"')[1]: n for name, n in gone.items() if n}, blamed
+
+
+async def test_a_client_that_goes_is_counted_by_phase_and_is_no_upstreams_error(
+    fault: StartFault, caplog: pytest.LogCaptureFixture
+) -> None:
+    f = await fault(faults.never_answers, faults.stalls_after(1))
+    for number in (1, 2):
+        async with f.proxy.raw() as running, f.proxy.raw() as queued:
+            await running.post(CHAT, chat("t", stream=True))
+            await f.upstream.until(number)
+            if number == 2:
+                await running.read_until(faults.CHAT.pieces[0])
+            await queued.post(CHAT, chat("t"))
+            await f.proxy.until(waiting=1)
+            queued.hang_up(reset=True)
+            await f.proxy.until(waiting=0)
+        await f.proxy.idle()
+    assert await counted(f.proxy) == ({"queued": 2.0, "upstream": 1.0, "streaming": 1.0}, 0.0)
+    assert not [record for record in caplog.records if record.levelname != "INFO" and record.name != "asyncio"]
 
 
 async def test_a_client_that_goes_while_it_uploads_was_never_in_line(fault: StartFault) -> None:
