@@ -14,7 +14,6 @@ from tests.fakes import FaultyUpstream, faults
 from tests.fakes.faulty import Behaviour
 from tests.proxy.served import Fault, Served, in_front_of, serve
 
-
 UVLOOP = frozenset(
     [
         "test_children",
