@@ -116,7 +116,7 @@ def median(values: Iterable[float]) -> float:
 
 
 def machine() -> dict[str, str]:
-    """The kind of machine, without its name."""
+    """The kind of machine, without its name, and how busy it is: the load average of the last five minutes."""
     model = next(
         (
             line.partition(":")[2].strip()
@@ -130,4 +130,5 @@ def machine() -> dict[str, str]:
         "cores": str(os.cpu_count()),
         "python": platform.python_version(),
         "system": platform.system(),
+        "load": f"{os.getloadavg()[1]:.1f}",
     }

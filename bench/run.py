@@ -37,16 +37,19 @@ def run(names: Sequence[str], folder: Path, *, quick: bool) -> list[str]:
 
 def measured(folder: Path) -> str:
     """The table of all targets, from the results in `folder`."""
-    targets, machine = [], {}
+    targets, machine, loads = [], {}, []
     for name in SCRIPTS:
         if (folder / f"{name}.json").exists():
             result = json.loads((folder / f"{name}.json").read_text())
             machine = result["machine"]
+            if "load" in machine:
+                loads.append(float(machine["load"]))
             for target in result["targets"]:
                 del target["met"]
                 targets.append(Target(**target))
     kind = f"{machine['cpu']}, {machine['cores']} cores, Python {machine['python']}" if machine else "no machine yet"
-    return f"{target_table(targets)}\n\nMeasured on: {kind}. `make bench` makes this table again."
+    busy = f", load average up to {max(loads):.1f}" if loads else ""
+    return f"{target_table(targets)}\n\nMeasured on: {kind}{busy}. `make bench` makes this table again."
 
 
 def with_table(text: str, table: str) -> str:
