@@ -82,6 +82,7 @@ async def fault(serve_proxy: Callable[[Mapping[str, Any]], Awaitable[Served]]) -
         yield start
         for each in started:
             await each.proxy.idle()
+            each.proxy.without_limits()
             reply = await each.proxy.chat("next")
             assert (reply.status, reply.body) == (200, faults.TEXT.body)
             assert await each.proxy.until(holding=0, waiting=0)

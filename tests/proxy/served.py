@@ -11,7 +11,7 @@ from aiohttp import web
 from multidict import CIMultiDict
 
 from proxy.app import RUNTIME, build_app, server_options
-from proxy.config import Config
+from proxy.config import Config, LeaseConfig, Upstream
 from proxy.runtime import Runtime
 from tests.fakes import FaultyUpstream, RawClient
 
@@ -68,6 +68,12 @@ class Served:
     async def idle(self) -> None:
         """Returns when nobody holds and nobody waits."""
         await self.until(holding=0, waiting=0)
+
+    def without_limits(self) -> None:
+        """Lift what the test may have set so low that the next request could meet it, too."""
+        config = self.runtime.config
+        upstreams = {name: Upstream(url=upstream.url) for name, upstream in config.upstreams.items()}
+        self.runtime.apply(config.model_copy(update={"leases": {"gpu0": LeaseConfig()}, "upstreams": upstreams}))
 
     def raw(self, *, small_buffers: bool = False) -> RawClient:
         """A bare connection to it."""

@@ -235,7 +235,7 @@ async def test_a_stream_that_breaks_off_raises_after_what_it_brought(
 
 @pytest.mark.parametrize("kind", ["comment", "chunk"])
 async def test_an_error_of_the_lease_behind_keep_alives_raises(fault: StartFault, kind: str) -> None:
-    lease = {"heartbeat": 0.01, "heartbeat_interval": 0.01, "max_wait": 0.2}
+    lease = {"heartbeat": 0.01, "heartbeat_interval": 0.01, "max_wait": 0.5}
     f = await fault(faults.stalls_after(1), lease=lease, group={"heartbeat": kind})
 
     async def read(client: openai.AsyncOpenAI) -> None:
@@ -249,7 +249,7 @@ async def test_an_error_of_the_lease_behind_keep_alives_raises(fault: StartFault
 
 
 async def test_an_error_of_the_lease_behind_pings_raises(fault: StartFault) -> None:
-    lease = {"heartbeat": 0.01, "heartbeat_interval": 0.01, "max_wait": 0.2}
+    lease = {"heartbeat": 0.01, "heartbeat_interval": 0.01, "max_wait": 0.5}
     f = await fault(faults.stalls_after(1), lease=lease)
 
     async def read(client: anthropic.AsyncAnthropic) -> None:
@@ -258,7 +258,7 @@ async def test_an_error_of_the_lease_behind_pings_raises(fault: StartFault) -> N
                 pass
 
     async with anthropic_client(f.proxy) as client, busy(f):
-        with pytest.raises(anthropic.APIStatusError, match=r"waited 0\.2 s"):
+        with pytest.raises(anthropic.APIStatusError, match=r"waited 0\.5 s"):
             await read(client)
 
 

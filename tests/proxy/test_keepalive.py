@@ -178,7 +178,7 @@ async def test_a_json_answer_is_padded_only_where_that_is_asked_for(fault: Start
 
 
 async def test_a_padded_answer_that_comes_to_nothing_has_the_error_and_is_cut(fault: StartFault) -> None:
-    f, holder = await blocked(fault, group={"pad_json": True}, lease={"max_wait": 0.1})
+    f, holder = await blocked(fault, group={"pad_json": True}, lease={"max_wait": 0.5})
     async with f.proxy.raw() as client:
         await client.post(CHAT, chat())
         assert (await client.read_head())[0] == 200
@@ -200,7 +200,7 @@ async def errors_of(client: RawClient) -> list[dict[str, Any]]:
 
 
 async def test_an_error_of_the_lease_after_the_head_is_an_event(fault: StartFault) -> None:
-    f, holder = await blocked(fault, lease={"max_wait": 0.1})
+    f, holder = await blocked(fault, lease={"max_wait": 0.5})
     async with f.proxy.raw() as client:
         await client.post(CHAT, chat(stream=True))
         [said] = await errors_of(client)
@@ -210,7 +210,7 @@ async def test_an_error_of_the_lease_after_the_head_is_an_event(fault: StartFaul
 
 
 async def test_on_messages_it_is_anthropics_error_event(fault: StartFault) -> None:
-    f, holder = await blocked(fault, lease={"max_wait": 0.1})
+    f, holder = await blocked(fault, lease={"max_wait": 0.5})
     async with f.proxy.raw() as client:
         await client.post("/v1/messages", chat(stream=True))
         said = [said for said in await errors_of(client) if said["type"] != "ping"]

@@ -164,7 +164,7 @@ async def test_a_client_that_vanishes_frees_the_lease_and_the_upstream(serve_pro
 
 async def test_a_websocket_that_holds_too_long_is_closed_with_the_reason(serve_proxy: Serve) -> None:
     async with upstream(echo) as url:
-        proxy = await serve_proxy(in_front_of(url, lease={"max_hold": 0.05}))
+        proxy = await serve_proxy(in_front_of(url, lease={"max_hold": 0.5}))
         async with proxy.http.ws_connect("/upstream/t/ws") as socket:
             message = await socket.receive()
             assert (message.type, message.data) == (WSMsgType.CLOSE, 1011)
