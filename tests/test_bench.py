@@ -12,6 +12,7 @@ from bench._common import Target, percentile, show, table
 from bench.run import BEGIN, DOCUMENTS, END, RESULTS, ROOT, SCRIPTS, measured, with_table
 
 
+@pytest.mark.timeout(900)  # the quick form of a full-size model still makes one
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_the_quick_form_runs_and_its_results_parse(name: str, tmp_path: Path) -> None:
     path = tmp_path / "result.json"
