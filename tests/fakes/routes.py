@@ -181,7 +181,7 @@ class _Reply:
             return await self._killed(use)
         except ConnectionError:
             fake.note("gone", model, self.number)
-            raise
+            return self.response or web.Response(status=499)  # nobody reads it, and it is no fault of the server's
         finally:
             fake.scheduler.leave(use.job)
         assert self.response is not None
