@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from multidict import CIMultiDict
 
 from proxy import auth, cors, status
@@ -61,7 +62,24 @@ def server_options() -> dict[str, Any]:
         "max_line_size": 1 << 16,
         "max_field_size": 1 << 16,
         "access_log": None,
+        "logger": _http_logger(),
     }
+
+
+def _http_logger() -> logging.Logger:
+    """What aiohttp says about connections. What is not HTTP is no fault of ours: one line, and no traceback."""
+    http = logging.getLogger("proxy.http")
+    http.addFilter(_shorten)
+    return http
+
+
+def _shorten(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError):
+        record.levelno, record.levelname = logging.INFO, "INFO"
+        record.msg, record.args = "refused what is not HTTP: %s", (error.message.partition("\n")[0],)
+        record.exc_info = None
+    return True
 
 
 async def _end_feed(app: web.Application) -> None:

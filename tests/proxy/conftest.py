@@ -58,7 +58,7 @@ async def serve_proxy(
 
         yield start
     gc.collect(1)  # a task that failed unseen is told of when it is collected
-    ours = ("asyncio", "aiohttp", "proxy.app", "proxy.lease")
+    ours = ("asyncio", "proxy.app", "proxy.http", "proxy.lease")
     faults_of_ours = [
         record.getMessage()
         for record in caplog.get_records("call")

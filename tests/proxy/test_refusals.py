@@ -11,7 +11,7 @@ import pytest
 from tests.fakes import RawClient, faults
 from tests.fakes.answers import JSON
 from tests.proxy.conftest import StartFault
-from tests.proxy.served import CHAT, Served, chat, in_front_of, serve
+from tests.proxy.served import CHAT, Served, chat, in_front_of
 
 Serve = Callable[[Mapping[str, Any]], Awaitable[Served]]
 KEY = {"Authorization": "Bearer good"}
@@ -392,16 +392,18 @@ async def test_a_query_of_10_kb_passes(fault: StartFault) -> None:
     ],
     ids=["long header", "long line", "junk", "no colon", "length", "many headers"],
 )
-async def test_what_is_not_http_is_400_and_the_end_of_the_connection(head: bytes) -> None:
-    proxy = await serve(in_front_of("http://127.0.0.1:9"))
-    try:
-        async with proxy.raw() as client:
-            await client.send(head)
-            assert (await client.read_head())[0] == 400
-            await client.read_rest()
-        await untouched(proxy)
-    finally:
-        await proxy.close()
+async def test_what_is_not_http_is_400_and_one_line_in_the_log(
+    serve_proxy: Serve, head: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    proxy = await serve_proxy(in_front_of("http://127.0.0.1:9"))
+    async with proxy.raw() as client:
+        await client.send(head)
+        assert (await client.read_head())[0] == 400
+        await client.read_rest()
+    await untouched(proxy)
+    told = [record for record in caplog.records if record.name == "proxy.http" and record.levelname != "DEBUG"]
+    assert all("\n" not in record.getMessage() and not record.exc_info for record in told)
 
 
 async def test_two_requests_on_one_connection_are_answered_in_turn(fault: StartFault) -> None:
