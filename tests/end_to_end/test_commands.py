@@ -1,11 +1,14 @@
 """The command line as a user meets it: what it prints, and its exit codes."""
 
+import asyncio
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from urllib.request import urlopen
 
-from tests.embedded import ROOT, Server
+from tests.embedded import ROOT, Server, until, write_config
 
 
 def run(*arguments: str, **more: object) -> "subprocess.CompletedProcess[str]":
@@ -98,3 +101,23 @@ def test_convert_of_a_folder_without_a_model_names_the_file(tmp_path: Path) -> N
     assert done.returncode == 1
     assert "llm.pt" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+async def test_saving_the_file_and_sighup_read_it_again_and_a_bad_one_is_refused(tmp_path: Path) -> None:
+    server = Server(*write_config(tmp_path))
+    await server.start()
+
+    def knows(model: str) -> bool:
+        with urlopen(server.url + "/v1/models") as answer:
+            return model in {entry["id"] for entry in json.load(answer)["data"]}
+
+    try:
+        text = server.path.read_text()
+        server.path.write_text(text.replace("tts-1: hibari", "narrator: hibari"))
+        await until(lambda: knows("narrator"))
+        server.path.write_text(text.replace("tts-1: hibari", "narrator: [hibari]"))
+        server.process.send_signal(signal.SIGHUP)
+        await until(lambda: "the configuration is refused, the old one stays" in server.log.read_text())
+        assert await asyncio.to_thread(knows, "narrator")
+    finally:
+        assert await server.stop() == 0
