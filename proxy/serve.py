@@ -103,6 +103,10 @@ def reload_config(runtime: Runtime) -> bool:
         logger.error("the configuration is refused, the old one stays: %s", error.message)
         runtime.metrics.config_reloaded(False)
         return False
+    except Exception:  # the next change of the file must be noticed all the same
+        logger.exception("a fault of this program: the configuration could not be changed")
+        runtime.metrics.config_reloaded(False)
+        return False
     logs.configure(fresh.log.format, level=fresh.log.level.upper())
     logger.info("configuration reloaded from %s", fresh.path)
     runtime.metrics.config_reloaded(True)

@@ -233,6 +233,35 @@ async def test_a_stream_that_breaks_off_raises_after_what_it_brought(
         await asyncio.to_thread(read_in_a_thread)
 
 
+async def test_a_load_that_fails_behind_llama_swaps_loading_text_raises(serve_proxy: Serve) -> None:
+    async with FakeSwapper(["q"], loading_state=True) as swapper:
+        swapper.fail_loads["q"] = 1
+        proxy = await serve_proxy(in_front_of(swapper.url))
+        async with openai_client(proxy) as client:
+            stream = await client.chat.completions.create(model="q", messages=SAY, stream=True)
+            assert (await anext(aiter(stream))).choices
+            with pytest.raises(openai.APIError, match="failed to load") as caught:
+                await anext(aiter(stream))
+        assert caught.value.code == "upstream_truncated"
+        await proxy.idle()
+        assert (await proxy.chat("q", stream=True)).status == 200
+
+
+async def test_a_model_that_is_stopped_in_mid_stream_raises_though_llama_swap_ends_cleanly(serve_proxy: Serve) -> None:
+    async with FakeSwapper(["q"]) as swapper:
+        proxy = await serve_proxy(in_front_of(swapper.url))
+        gate = swapper.hold("q", after=200)
+        async with openai_client(proxy) as client:
+            stream = await client.chat.completions.create(model="q", messages=SAY, stream=True)
+            assert (await anext(aiter(stream))).choices
+            await gate.reached.wait()
+            swapper.unload({"q"})
+            with pytest.raises(openai.APIError) as caught:
+                await anext(aiter(stream))
+        assert caught.value.code == "upstream_truncated"
+        await proxy.idle()
+
+
 @pytest.mark.parametrize("kind", ["comment", "chunk"])
 async def test_an_error_of_the_lease_behind_keep_alives_raises(fault: StartFault, kind: str) -> None:
     lease = {"heartbeat": 0.01, "heartbeat_interval": 0.01, "max_wait": 0.5}

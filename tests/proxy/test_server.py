@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from proxy import config, serve
+from proxy.runtime import Runtime
 from tests.fakes import FakeSwapper, FaultyUpstream, faults, refusing_url
 from tests.fakes.answers import SSE
 from tests.proxy.conftest import StartFault
@@ -229,6 +230,20 @@ async def test_a_bad_file_is_refused_and_the_old_one_stays(
         assert file.change(in_front_of(swapper.url, aliases={"gpt-4o": "q"}))
         assert (await proxy.chat("gpt-4o")).status == 200
         await proxy.idle()
+
+
+class Clumsy(Runtime):
+    def apply(self, config: config.Config) -> None:
+        raise RuntimeError("clumsy")
+
+
+async def test_a_fault_of_our_own_in_a_reload_is_told_and_does_not_end_reloading(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "config.yaml").write_text("{}\n")
+    runtime = Clumsy(config.load(tmp_path / "config.yaml"))
+    assert not serve.reload_config(runtime)
+    assert "clumsy" in caplog.text
 
 
 async def test_a_file_that_has_gone_is_refused(file: Reloadable) -> None:
