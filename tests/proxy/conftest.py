@@ -18,6 +18,7 @@ UVLOOP = frozenset(
     [
         "test_children",
         "test_clients",
+        "test_disconnects",
         "test_faults",
         "test_forward",
         "test_keepalive",
