@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from proxy import forward, models
-from proxy.classify import Classifier, Plan, normalise
+from proxy.classify import Classifier, Plan, is_pattern, normalise
 from proxy.config import Config
 from proxy.errors import ProxyError
 from proxy.forward import Upstream
@@ -11,10 +11,10 @@ from proxy.rooms import residency_of
 from proxy.runtime import check_commands, create_backends
 
 
-def explain(config: Config, model: str, path: str, method: str = "") -> str:
+def explain(config: Config, model: str, path: str) -> str:
     """How one request would be classified, and why. Raises ProxyError as the request would."""
     path = normalise(path)
-    for verb in (method,) if method else ("POST", "GET"):
+    for verb in ("POST", "GET"):
         plan = Classifier(config).plan(verb, path, model)
         if plan.mode is not None:
             break
@@ -58,7 +58,7 @@ async def overview(config: Config) -> str:
         f"models like {model}: group {name}, {group.mode}"
         for name, group in config.groups.items()
         for model in group.models
-        if any(char in model for char in "*?[")
+        if is_pattern(model)
     ]
     rules = [
         f"lease {lease}: {line}"

@@ -110,6 +110,11 @@ def _unquoted(sign: str) -> str:
     return char if char.isascii() and (char.isalnum() or char in "-._~") else sign
 
 
+def is_pattern(model: str) -> bool:
+    """Whether a name in a group's `models` stands for all names that it matches."""
+    return any(char in model for char in "*?[")
+
+
 def source(method: str, path: str) -> Source:
     """Where a request for this (normalised) path names its model."""
     if method in ("HEAD", "OPTIONS"):
@@ -137,7 +142,7 @@ class Classifier:
             (re.compile(fnmatch.translate(model)), name)
             for name, group in config.groups.items()
             for model in group.models
-            if any(char in model for char in "*?[")
+            if is_pattern(model)
         ]
         self._endpoints = {path: name for name, group in config.groups.items() for path in group.endpoints}
 
@@ -204,11 +209,15 @@ class Classifier:
         """Whether a group names this model exactly."""
         return model in self._exact
 
+    def group_of(self, model: str) -> str | None:
+        """The group of a model by its name alone, whatever the path; None where no group takes it."""
+        return self._group_of(model, "", str)[0]
+
     def models(self) -> Iterator[tuple[str, str, Group]]:
         """Every model that the configuration names exactly: (model, group's name, group)."""
         for name, group in self._config.groups.items():
             for model in group.models:
-                if not any(char in model for char in "*?["):
+                if not is_pattern(model):
                     yield model, name, group
 
     def _without_model(self, path: str) -> Plan:

@@ -92,7 +92,7 @@ class Upstream:
         self.name = name
         self.config = config
         self.client = client
-        self._on_error = on_error
+        self.count_error = on_error
         self._failed: dict[str, tuple[float, str]] = {}
 
     def refuse_failed(self, model: str) -> None:
@@ -153,7 +153,7 @@ class Upstream:
             if rest := client.events.rest():
                 await client.write(rest)
             if not client.events.complete and answer.status == 200:
-                self._on_error("truncated")
+                self.count_error("truncated")
                 why = f": {client.events.appended}" if client.events.appended else ""
                 raise UpstreamTruncated(
                     f"the upstream '{self.name}' ended its stream before the answer was complete{why}"
@@ -170,13 +170,13 @@ class Upstream:
                 answer = await self._send(out, note)
             except _Refused as error:
                 if time.monotonic() + pause >= deadline:
-                    self._on_error("connect")
+                    self.count_error("connect")
                     self._fail(out.model, "nothing listens there")
                     raise UpstreamError(f"the upstream '{self.name}' cannot be reached: {error}") from error
             except _Disconnected as error:
                 # A connection that was kept open and died unused says nothing about the server: once more.
                 if not note.reused:
-                    self._on_error("reset")
+                    self.count_error("reset")
                     raise UpstreamError(
                         f"the upstream '{self.name}' closed the connection before it answered", code="upstream_reset"
                     ) from error
@@ -191,7 +191,7 @@ class Upstream:
         if answer.status == 503:
             self._fail(out.model, "it answered 503 for all of load_timeout")
         if answer.status == 429 or answer.status >= 500:
-            self._on_error("429" if answer.status == 429 else "5xx")
+            self.count_error("429" if answer.status == 429 else "5xx")
         try:
             yield answer
         finally:
@@ -227,11 +227,11 @@ class Upstream:
                     async with asyncio.timeout(idle):
                         data = await content.readany()
             except TimeoutError as error:
-                self._on_error("timeout")
+                self.count_error("timeout")
                 message = f"the upstream '{self.name}' sent nothing for {idle:g} s in the middle of its answer"
                 raise UpstreamTimeout(message) from error
             except (aiohttp.ClientError, ConnectionError) as error:
-                self._on_error("truncated")
+                self.count_error("truncated")
                 message = f"the upstream '{self.name}' broke off in the middle of its answer"
                 raise UpstreamTruncated(message) from error
             if not data:
@@ -244,7 +244,7 @@ class Upstream:
         try:
             yield
         except aiohttp.ConnectionTimeoutError as error:
-            self._on_error("connect")
+            self.count_error("connect")
             raise UpstreamError(
                 f"the upstream '{self.name}' took longer than {self.config.timeouts.connect:g} s to connect"
             ) from error
@@ -253,10 +253,10 @@ class Upstream:
         except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionError) as error:
             raise _Disconnected(str(error)) from error
         except aiohttp.ClientError as error:
-            self._on_error("reset")
+            self.count_error("reset")
             raise UpstreamError(f"the upstream '{self.name}' does not speak HTTP as it should: {error}") from error
         except TimeoutError as error:
-            self._on_error("timeout")
+            self.count_error("timeout")
             raise UpstreamTimeout(
                 f"the upstream '{self.name}' did not begin to answer within {self.config.timeouts.first_byte:g} s"
             ) from error
@@ -266,10 +266,6 @@ class Upstream:
         if out.body is not None:
             headers["Content-Length"] = str(out.body.size)
         return headers
-
-    def count_error(self, kind: str) -> None:
-        """Count one of the kinds of the class's text."""
-        self._on_error(kind)
 
     async def _late_error(self, answer: aiohttp.ClientResponse) -> ProxyError:
         """The answer is not the event stream that the client was promised while it waited: say what it is."""
@@ -289,13 +285,13 @@ class Upstream:
             )
 
 
-async def fetch(upstream: Upstream, path: str) -> tuple[int, "CIMultiDict[str]", bytes]:
-    """A short answer of an upstream, whole: status, headers, body. Raises UpstreamError."""
+async def fetch(upstream: Upstream, path: str, *, patience: float = 10.0) -> tuple[int, "CIMultiDict[str]", bytes]:
+    """A short answer of an upstream, whole, within `patience` seconds: status, headers, body. Raises UpstreamError."""
     try:
         async with upstream.client.get(
             upstream.config.url + path,
             headers=sent_headers(CIMultiDict(), upstream.config, ""),
-            timeout=aiohttp.ClientTimeout(total=10),
+            timeout=aiohttp.ClientTimeout(total=patience),
         ) as answer:
             return answer.status, returned_headers(answer.headers), await answer.read()
     except (aiohttp.ClientError, OSError, TimeoutError) as error:

@@ -168,7 +168,11 @@ class Handler:
         if kind == "off":
             return KeepAlive(client, kind, grace=0, interval=0)
         out.headers["Accept-Encoding"] = "identity"  # our own bytes may go before the answer's
-        lease = self._runtime.config.leases[self._runtime.lease_of(plan).name]
+        return self._beats(client, kind, plan)
+
+    def _beats(self, client: ClientStream, kind: sse.BeatKind, plan: Plan) -> KeepAlive:
+        """A keep-alive in the rhythm of the plan's lease."""
+        lease = self._runtime.lease_section(plan)
         return KeepAlive(client, kind, grace=lease.heartbeat, interval=lease.heartbeat_interval, model=plan.model)
 
     async def _websocket(self, request: web.Request, fact: Facts) -> web.StreamResponse:
@@ -212,10 +216,10 @@ class Handler:
             raise BadRequest(f"the model '{plan.model}' speaks: it answers POST /v1/audio/speech only", param="model")
         encoding = request.headers.get(hdrs.CONTENT_ENCODING, "")
         plain = bodies.inflate(body.content(), encoding, self._runtime.config.max_body)
-        speech = parse(plain, self._runtime.speech_settings)
+        settings = self._runtime.speech_settings
+        speech = parse(plain, settings)
         body.close()
         backend = self._runtime.backend(plan.backend)
-        settings = self._runtime.speech_settings
         stream = SpeechStream(request, speech, backend, settings, listener=self._runtime.metrics)
         async with stream:
             return await self._speak(request, speech, stream, plan, fact)
@@ -226,8 +230,7 @@ class Handler:
     ) -> web.StreamResponse:
         client = ClientStream(request)
         kind: sse.BeatKind = "comment" if speech.stream_format == "sse" else "off"
-        lease = self._runtime.config.leases[self._runtime.lease_of(plan).name]
-        keep_alive = KeepAlive(client, kind, grace=lease.heartbeat, interval=lease.heartbeat_interval)
+        keep_alive = self._beats(client, kind, plan)
         try:
             async with keep_alive, self._hold(request, plan, fact) as hold:
                 await keep_alive.stop()

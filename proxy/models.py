@@ -8,7 +8,8 @@ from typing import Any
 
 import aiohttp
 
-from proxy.forward import Upstream
+from proxy.errors import UpstreamError
+from proxy.forward import Upstream, fetch
 
 logger = logging.getLogger(__name__)
 
@@ -42,18 +43,12 @@ async def merged(
 
 async def _ask(upstream: Upstream) -> list[dict[str, Any]] | None:
     """The upstream's own list; None when it cannot be had."""
-    key = upstream.config.api_key
     try:
-        async with upstream.client.get(
-            upstream.config.url + "/v1/models",
-            headers={"Authorization": f"Bearer {key}"} if key else {},
-            timeout=aiohttp.ClientTimeout(total=_PATIENCE),
-        ) as answer:
-            if answer.status != 200:
-                return None
-            listed = json.loads(await answer.read())["data"]
-            return [model for model in listed if isinstance(model, dict) and isinstance(model.get("id"), str)]
-    except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError, TypeError) as error:
+        status, _, body = await fetch(upstream, "/v1/models", patience=_PATIENCE)
+        if status != 200:
+            return None
+        return [m for m in json.loads(body)["data"] if isinstance(m, dict) and isinstance(m.get("id"), str)]
+    except (UpstreamError, ValueError, KeyError, TypeError) as error:
         logger.debug("models of %s cannot be listed: %s", upstream.name, error)
         return None
 

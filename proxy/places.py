@@ -10,7 +10,6 @@ from multidict import CIMultiDict
 
 from backends.api import SpeechBackend
 from proxy.body import Body
-from proxy.classify import Plan
 from proxy.forward import Outgoing
 from proxy.line import Mode
 from proxy.runtime import Runtime
@@ -77,7 +76,7 @@ class RuntimePlaces:
         return [self.find(model) for model in speaking]
 
     def find(self, model: str) -> SpeechModel:
-        plan = self._plan(model)
+        plan = self._runtime.plan("POST", "/v1/audio/speech", model)
         return SpeechModel(plan.model, self._runtime.lease_of(plan).name, plan.backend, plan.upstream)
 
     def backend(self, name: str) -> SpeechBackend:
@@ -102,7 +101,3 @@ class RuntimePlaces:
     async def _call(self, out: Outgoing, model: SpeechModel) -> bytes:
         assert model.upstream is not None
         return await self._runtime.upstreams[model.upstream].call(out)
-
-    def _plan(self, model: str) -> Plan:
-        runtime = self._runtime
-        return runtime.plan("POST", "/v1/audio/speech", model)

@@ -47,7 +47,6 @@ class ClientStream:
         self._drain: asyncio.Task[None] | None = None
         self.sent = 0
         """Bytes of the answer, keep-alives not counted."""
-        self.failure: ProxyError | None = None
         self.events: sse.EventScanner | None = None
         """Watches the answer where it is an event stream."""
 
@@ -119,7 +118,6 @@ class ClientStream:
 
         Behind the white space of a JSON answer the error is for people: programs see the cut.
         """
-        self.failure = error
         try:
             if self.response.content_type == "text/event-stream":
                 separator = self.events.separator if self.events else b""

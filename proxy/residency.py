@@ -143,7 +143,7 @@ class Residency:
     `matrix`: the lease's own, which adds to the sources or, with `replaces`, is all that counts for their models.
     `names`: other names of models, and what they stand for: one model for an alias, several for a name whose target is
     chosen per request (whatever is chosen must be admitted), none for a model that is on another machine. `always`:
-    models that fit beside everything.
+    models that fit beside everything. `limits`: requests for a model that its swapper takes at a time.
     """
 
     def __init__(
@@ -154,11 +154,13 @@ class Residency:
         replaces: bool = False,
         names: Mapping[str, frozenset[str]] | None = None,
         always: Iterable[str] = (),
+        limits: Mapping[str, int] | None = None,
     ) -> None:
         self._sources = tuple(sources)
         self._matrix = matrix
         self._replaces = replaces
         self._names = dict(names or {})
+        self.limits = dict(limits or {})
         self._always = frozenset((*always, "", "*"))
         self._admits = lru_cache(8192)(self._decide)
         self._hinders = lru_cache(8192)(self._look_for_hindrance)

@@ -20,12 +20,14 @@ from collections.abc import Callable, Mapping
 from urllib.parse import quote
 
 import aiohttp
+from multidict import CIMultiDict
 
 from backends.api import SpeechBackend
 from backends.errors import BackendError
 from proxy import threads
 from proxy.config import Upstream
 from proxy.errors import ModelUnavailable
+from proxy.forward import sent_headers
 from proxy.lease import Lease
 from proxy.line import Mode, Ticket
 from proxy.residency import Residency
@@ -45,7 +47,7 @@ class Swapper:
         """The models that may be resident: as last seen, and all that were asked for since. None: nobody has looked."""
         self._asked_for: set[str] = set()
         self._client = client
-        self._headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
+        self._headers = sent_headers(CIMultiDict(), config, "")
 
     def ask_for(self, model: str) -> None:
         """A request for this model goes there now."""

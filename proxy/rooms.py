@@ -5,7 +5,6 @@ or matrix, selectors, profiles and peers. It is not our file: unknown keys are i
 (but for MODEL_ID, which names of models are made of).
 """
 
-import fnmatch
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from proxy.classify import Classifier, is_pattern
 from proxy.config import Config
 from proxy.errors import ConfigError
 from proxy.matrix import Matrix
@@ -68,6 +68,7 @@ def residency_of(config: Config, lease: str) -> Residency | None:
     section = config.leases[lease]
     sources: list[Rules] = []
     names: dict[str, frozenset[str]] = {}
+    limits: dict[str, int] = {}
     for name, upstream in config.upstreams.items():
         if upstream.lease != lease:
             continue
@@ -78,6 +79,7 @@ def residency_of(config: Config, lease: str) -> Residency | None:
                 raise ConfigError(f"upstreams.{name}.swap_config: {error.message}") from None
             sources.append(file.rules)
             names |= file.names
+            limits |= file.limits
         if upstream.exclusive:
             sources.append(Exclusive(upstream.exclusive))
         if upstream.models_max:
@@ -96,12 +98,9 @@ def residency_of(config: Config, lease: str) -> Residency | None:
         if model != group.backend
     }
     always = [name for name, backend in config.backends.items() if backend.resident == "always"]
-    return Residency(sources, matrix=matrix, replaces=section.matrix_replaces, names=names, always=always)
-
-
-def limits_of(config: Config) -> dict[str, int]:
-    """Model -> the requests that its swapper takes at a time, where a swapper's own file says so. Raises ConfigError."""
-    return {model: limit for path in swap_files(config) for model, limit in read_swap_file(path).limits.items()}
+    return Residency(
+        sources, matrix=matrix, replaces=section.matrix_replaces, names=names, always=always, limits=limits
+    )
 
 
 def swap_files(config: Config) -> tuple[Path, ...]:
@@ -111,22 +110,13 @@ def swap_files(config: Config) -> tuple[Path, ...]:
 
 def places(config: Config) -> Callable[[str], str | None]:
     """Where a model runs, by its name alone: the name of an upstream or a backend, or None."""
-    exact: dict[str, str | None] = {name: name for name in config.backends}
-    patterns: list[tuple[str, str | None]] = []
-    for group in config.groups.values():
-        place = group.upstream or group.backend
-        for model in group.models:
-            if any(char in model for char in "*?["):
-                patterns.append((model, place))
-            else:
-                exact.setdefault(model, place)
-    default = config.groups.get(config.default_group or "")
-    fallback = None if default is None else default.upstream or default.backend
+    classifier = Classifier(config)
 
     def place_of(model: str) -> str | None:
-        if model in exact:
-            return exact[model]
-        return next((place for pattern, place in patterns if fnmatch.fnmatchcase(model, pattern)), fallback)
+        if model in config.backends:
+            return model
+        group = config.groups.get(classifier.group_of(model) or "")
+        return None if group is None else group.upstream or group.backend
 
     return place_of
 
@@ -134,7 +124,7 @@ def places(config: Config) -> Callable[[str], str | None]:
 def _at_most(config: Config, upstream: str, count: int) -> AtMost:
     place_of = places(config)
     models = (model for group in config.groups.values() for model in group.models if group.upstream == upstream)
-    named = [model for model in models if not any(char in model for char in "*?[")]
+    named = [model for model in models if not is_pattern(model)]
     return AtMost(count, upstream, lambda model: place_of(model) == upstream, named)
 
 

@@ -24,8 +24,9 @@ from proxy.forward import Upstream
 from proxy.lease import Hold, Lease, LeaseSettings
 from proxy.line import Mode
 from proxy.metrics import Known, Metrics
+from proxy.residency import Residency
 from proxy.residents import Residents
-from proxy.rooms import limits_of, places, residency_of
+from proxy.rooms import places, residency_of
 from proxy.speech_request import JobSettings, SpeechSettings
 from proxy.ticketlog import TicketLog
 from proxy.trace import Recorder
@@ -60,7 +61,6 @@ class Runtime:
         self.backends = create_backends(config)
         self.stopping = False
         self._rules = {name: residency_of(config, name) for name in config.leases}
-        self._limits = limits_of(config)
         self._residents: dict[str, Residents] = {}
         self._watching: list[asyncio.Task[None]] = []
         self._background: set[asyncio.Task[None]] = set()
@@ -98,7 +98,6 @@ class Runtime:
         """Change to another configuration, or read again the files that it names. Raises ConfigError before anything is
         changed."""
         rules = {name: residency_of(config, name) for name in config.leases}
-        limits = limits_of(config)
         fresh = create_backends(config, keep=self.backends, old=self.config)
         check_commands(config)
         for key in ("listen", "data_dir", "tracing"):
@@ -106,7 +105,7 @@ class Runtime:
                 logger.warning("%s has changed; that takes effect at the next start", key)
         gone = {name: backend for name, backend in self.backends.items() if fresh.get(name) is not backend}
         self.config, self.classifier = config, Classifier(config)
-        self.backends, self._rules, self._limits = fresh, rules, limits
+        self.backends, self._rules = fresh, rules
         self.metrics.reconfigure(known_names(config))
         self._bring_up(config)
         for backend in gone.values():
@@ -141,28 +140,38 @@ class Runtime:
     def plan(self, method: str, path: str, model: str | None, where: Source | None = None) -> Plan:
         """The classifier's plan; a model that its swapper has on another machine takes no turn. Raises what it does."""
         plan = self.classifier.plan(method, path, model, where=where, known=self.canonical)
-        if plan.mode is not None and any(
-            rules is not None and rules.elsewhere(plan.model) for rules in self._rules.values()
-        ):
+        if plan.mode is not None and (rules := self._rules_of(plan)) is not None and rules.elsewhere(plan.model):
             return dataclasses.replace(plan, mode=Mode.NONE, why=f"{plan.why}; it runs on another machine")
         return plan
 
     def lease_of(self, plan: Plan) -> Lease:
         """The lease that a plan's place lives under."""
+        return self.leases[self._lease_name(plan)]
+
+    def lease_section(self, plan: Plan) -> LeaseConfig:
+        """What the configuration says about that lease."""
+        return self.config.leases[self._lease_name(plan)]
+
+    def _lease_name(self, plan: Plan) -> str:
         if plan.backend is not None:
-            return self.leases[self.config.backends[plan.backend].lease]
+            return self.config.backends[plan.backend].lease
         assert plan.upstream is not None
-        return self.leases[self.config.upstreams[plan.upstream].lease]
+        return self.config.upstreams[plan.upstream].lease
+
+    def _rules_of(self, plan: Plan) -> Residency | None:
+        return self._rules[self._lease_name(plan)]
 
     def hold(self, plan: Plan, request_id: str, max_wait: float | None = None) -> Hold:
         """The hold for a plan that takes a lease."""
         if self.stopping:
             raise LeaseClosed
         assert plan.mode is not None
-        model, limit = self.canonical(plan.model), None
+        model, limit, rules = plan.model, None, self._rules_of(plan)
         if plan.upstream is not None:
             limit = self.config.upstreams[plan.upstream].max_in_flight
-            limit = min(limit, self._limits.get(model, limit))
+            if rules is not None:
+                model = rules.id(model)
+                limit = min(limit, rules.limits.get(model, limit))
         elif plan.backend is not None and not self.classifier.names(plan.model):
             model = plan.backend  # the rules cannot know what a pattern matches
         return self.lease_of(plan).hold(

@@ -76,15 +76,18 @@ async def _watch(runtime: Runtime, reload: asyncio.Event) -> None:
     Folders are watched, since editors replace files; other folders from the reload on that names them.
     """
     while True:
-        config = runtime.config
-        files = {path.resolve() for path in (config.path, *swap_files(config))}
+        files = _files(runtime.config)
         async for changes in awatch(
             *{file.parent for file in files}, recursive=False, rust_timeout=1000, yield_on_timeout=True
         ):
             if any(Path(changed).name == file.name for _, changed in changes for file in files):
                 reload.set()
-            if runtime.config is not config:
+            if _files(runtime.config) != files:
                 break
+
+
+def _files(settings: Config) -> set[Path]:
+    return {path.resolve() for path in (settings.path, *swap_files(settings))}
 
 
 async def _reload(runtime: Runtime, reload: asyncio.Event) -> None:

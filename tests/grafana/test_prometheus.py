@@ -1,11 +1,10 @@
 """The dashboard, the recording rules and the alerts, proved with the real Prometheus on the real server under load."""
 
 import asyncio
-import logging
 import math
 import re
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,7 @@ VARIABLES = {"$instance": ".*", "$lease": ".*", "$group": ".*", "$__rate_interva
 ZERO_IS_RIGHT = {"Waits that clients give up on", "lease:llama_lease_waits_over:ratio_rate5m"}
 
 
-@pytest.fixture(autouse=True)
-def root_logger() -> Iterator[None]:
-    """Puts the process's handlers back: a reload sets up the logs of the whole process."""
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
+pytestmark = pytest.mark.usefixtures("root_logger")
 
 
 def filled_in(expr: str) -> str:

@@ -1,7 +1,6 @@
 import io
 import json
 import logging
-from collections.abc import Iterator
 
 import pytest
 
@@ -10,15 +9,7 @@ from proxy.line import Mode, Ticket
 from proxy.logs import configure
 from proxy.ticketlog import TicketLog
 
-
-@pytest.fixture(autouse=True)
-def root_logger() -> Iterator[None]:
-    """Puts the process's handlers back: set-up of logs is for the whole process."""
-    root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
+pytestmark = pytest.mark.usefixtures("root_logger")
 
 
 def lines_of(style: str, *endings: tuple[Kind, Ticket, float, str], answered: int = 0) -> list[str]:
