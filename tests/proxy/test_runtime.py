@@ -73,3 +73,24 @@ async def test_a_swappers_file_that_is_broken_changes_nothing(runtime: Runtime, 
     with pytest.raises(ConfigError, match=r"upstreams\.swap\.swap_config: .*swap\.yaml: cannot be read"):
         runtime.apply(configuration.load(tmp_path / "config.yaml"))
     assert ticket(runtime, "gpt-4").model == "qwen"
+
+
+async def test_an_alias_of_one_swapper_is_no_name_under_another_lease(tmp_path: Path) -> None:
+    (tmp_path / "swap.yaml").write_text(json.dumps(SWAP))
+    config = {
+        "leases": {"gpu0": {}, "gpu1": {}},
+        "upstreams": {
+            "swap": {"url": "http://127.0.0.1:9", "lease": "gpu0", "swap_config": "swap.yaml"},
+            "other": {"url": "http://127.0.0.1:9", "lease": "gpu1"},
+        },
+        "groups": {
+            "own": {"mode": "read", "models": ["gpt-4"], "upstream": "other"},
+            "rest": {"mode": "read", "models": ["*"], "upstream": "swap"},
+        },
+    }
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    runtime = Runtime(configuration.load(tmp_path / "config.yaml"))
+    await runtime.start()
+    assert ticket(runtime, "gpt-4").model == "gpt-4"
+    assert ticket(runtime, "qwen").limit == 3
+    await runtime.stop()
