@@ -74,6 +74,11 @@ def check_key(headers: Mapping[str, str], config: Config, *, admin: bool = False
     if not is_admin and not _among(key, config.api_keys):
         what = "the API key is wrong" if key else "an API key is missing"
         raise Unauthorized(f"{what}; send one of api_keys as a Bearer token or in the x-api-key header")
+    return _owner(key)
+
+
+@functools.lru_cache(maxsize=256)  # only of keys that are known here
+def _owner(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 

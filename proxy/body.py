@@ -33,6 +33,7 @@ class Body:
     """The bytes of one request body. `close` frees its temporary file."""
 
     def __init__(self, file: IO[bytes], size: int) -> None:
+        """`size`: how many bytes `file` has; `close` will close it."""
         self._file = file
         self.size = size
 
@@ -42,18 +43,27 @@ class Body:
 
         Raises what aiohttp raises when the client goes away in the middle.
         """
-        file = tempfile.SpooledTemporaryFile(max_size=_IN_MEMORY)  # noqa: SIM115 closed by close()
+        first: list[bytes] = []
+        file: IO[bytes] | None = None
         size = 0
         try:
             while chunk := await stream.readany():
                 size += len(chunk)
                 if size > limit:
                     raise BodyTooLarge(f"the body is over max_body, {limit} bytes")
-                file.write(chunk)
+                if file is not None:
+                    file.write(chunk)
+                    continue
+                first.append(chunk)
+                if size > _IN_MEMORY:
+                    file = tempfile.TemporaryFile()  # noqa: SIM115 closed by close()
+                    file.writelines(first)
+                    first.clear()
         except BaseException:
-            file.close()
+            if file is not None:
+                file.close()
             raise
-        return cls(file, size)
+        return cls.of(b"".join(first)) if file is None else cls(file, size)
 
     @classmethod
     def of(cls, data: bytes) -> "Body":

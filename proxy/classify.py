@@ -97,7 +97,7 @@ def normalise(raw_path: str) -> str:
 
 
 def _slashes(path: str) -> str:
-    return re.sub(r"/{2,}", "/", path).rstrip("/") or "/"
+    return (re.sub(r"/{2,}", "/", path) if "//" in path else path).rstrip("/") or "/"
 
 
 def has_dots(path: str) -> bool:
@@ -119,14 +119,14 @@ def source(method: str, path: str) -> Source:
     """Where a request for this (normalised) path names its model."""
     if method in ("HEAD", "OPTIONS"):
         return Source.NOWHERE
+    if method == "POST" and path in _BODY:
+        return Source.BODY
     if path.startswith("/upstream/"):
         return Source.PATH
     if path == "/comfyui" or path.startswith("/comfyui/"):
         return Source.FIXED
     if (method == "POST" and re.match(r"/api/models/unload(/|$)", path)) or (method == "GET" and path == "/unload"):
         return Source.UNLOAD
-    if method == "POST" and path in _BODY:
-        return Source.BODY
     if method == "GET" and path in _QUERY:
         return Source.QUERY
     return Source.NOWHERE

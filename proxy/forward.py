@@ -15,12 +15,13 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import aiohttp
+from aiohttp.client_proto import ResponseHandler
+from aiohttp.tracing import Trace
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
@@ -62,25 +63,31 @@ class Outgoing:
 
 def session() -> aiohttp.ClientSession:
     """The client that all upstreams share. Close it at the end."""
-    trace = aiohttp.TraceConfig(SimpleNamespace)
-    trace.on_connection_reuseconn.append(_mark_reused)
     return aiohttp.ClientSession(
         # Below the 5 s after which uvicorn closes an idle connection: a request must not meet that moment.
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4.0, ttl_dns_cache=10),
+        connector=_Connector(limit=0, keepalive_timeout=4.0, ttl_dns_cache=10),
         auto_decompress=False,
         max_line_size=1 << 16,
         max_field_size=1 << 16,
         cookie_jar=aiohttp.DummyCookieJar(),
         timeout=aiohttp.ClientTimeout(total=None),
-        trace_configs=[trace],
         trust_env=False,
         skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
     )
 
 
-async def _mark_reused(_: aiohttp.ClientSession, context: SimpleNamespace, __: object) -> None:
-    if (note := context.trace_request_ctx) is not None:
-        note.reused = True
+# Whether the request that the current task sends got a connection that had been used before.
+_reused: ContextVar[bool] = ContextVar("reused", default=False)
+
+
+class _Connector(aiohttp.TCPConnector):
+    """Notes when a request needs a new connection; a TraceConfig would tell the same at many times the cost."""
+
+    async def _create_connection(
+        self, req: aiohttp.ClientRequest, traces: list[Trace], timeout: aiohttp.ClientTimeout
+    ) -> ResponseHandler:
+        _reused.set(False)
+        return await super()._create_connection(req, traces, timeout)
 
 
 class Upstream:
@@ -93,6 +100,7 @@ class Upstream:
         self.config = config
         self.client = client
         self.count_error = on_error
+        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.timeouts.connect)
         self._failed: dict[str, tuple[float, str]] = {}
 
     def refuse_failed(self, model: str) -> None:
@@ -115,12 +123,17 @@ class Upstream:
         `opened` is called when the first byte of the answer's body is there. Raises UpstreamError, also when the
         answer has begun (`client.started` tells), and ClientGone.
         """
-        async with self._answer(out) as answer:
+        answer = await self._answer(out)
+        try:
             await keep_alive.stop()
             if client.started and not _continues(client, answer):
                 raise await self._late_error(answer)
             if answer.content_type == "text/event-stream" and not _encoded(answer):
                 client.events = sse.EventScanner(out.path)
+            elif not client.started and (body := _whole(answer)):
+                opened()
+                client.give(answer.status, answer.reason, _head(answer), body)
+                return
             if not client.started:
                 await client.start(answer.status, answer.reason, _head(answer))
                 if client.events is not None:
@@ -129,13 +142,18 @@ class Upstream:
                 await self._relay(answer, client, keep_alive, opened)
             finally:
                 await keep_alive.stop()
+        finally:
+            answer.close()  # a finished answer has given its connection back already
 
     async def call(self, out: Outgoing) -> bytes:
         """The whole body of an answer, for work of our own. Raises UpstreamError; with the answer's status if not 200."""
-        async with self._answer(out) as answer:
+        answer = await self._answer(out)
+        try:
             if answer.status != 200:
                 raise await self._late_error(answer)
             return b"".join([data async for data in self._body(answer)])
+        finally:
+            answer.close()
 
     async def _relay(
         self, answer: aiohttp.ClientResponse, client: ClientStream, keep_alive: KeepAlive, opened: Callable[[], None]
@@ -159,15 +177,16 @@ class Upstream:
                     f"the upstream '{self.name}' ended its stream before the answer was complete{why}"
                 )
 
-    @asynccontextmanager
-    async def _answer(self, out: Outgoing) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The head of the answer, after what can be waited out was waited out: nothing where no model can be loading."""
+    async def _answer(self, out: Outgoing) -> aiohttp.ClientResponse:
+        """The head of the answer, after what can be waited out was waited out: nothing where no model can be loading.
+
+        The caller closes it. Raises UpstreamError.
+        """
         deadline = time.monotonic() + (self.config.load_timeout if out.model else 0.0)
         pause = _FIRST_PAUSE
         while True:
-            note = SimpleNamespace(reused=False)
             try:
-                answer = await self._send(out, note)
+                answer = await self._send(out)
             except _Refused as error:
                 if time.monotonic() + pause >= deadline:
                     self.count_error("connect")
@@ -175,7 +194,7 @@ class Upstream:
                     raise UpstreamError(f"the upstream '{self.name}' cannot be reached: {error}") from error
             except _Disconnected as error:
                 # A connection that was kept open and died unused says nothing about the server: once more.
-                if not note.reused:
+                if not _reused.get():
                     self.count_error("reset")
                     raise UpstreamError(
                         f"the upstream '{self.name}' closed the connection before it answered", code="upstream_reset"
@@ -192,30 +211,28 @@ class Upstream:
             self._fail(out.model, "it answered 503 for all of load_timeout")
         if answer.status == 429 or answer.status >= 500:
             self.count_error("429" if answer.status == 429 else "5xx")
-        try:
-            yield answer
-        finally:
-            answer.close()  # a finished answer has given its connection back already
+        return answer
 
     def _passes(self, answer: aiohttp.ClientResponse, in_time: bool) -> bool:
         """True for an answer that says: later."""
         later = answer.status == 503 or (answer.status == 429 and "Retry-After" in answer.headers)
         return later and in_time
 
-    async def _send(self, out: Outgoing, note: SimpleNamespace) -> aiohttp.ClientResponse:
+    async def _send(self, out: Outgoing) -> aiohttp.ClientResponse:
         """One try. Raises _Refused, _Disconnected, UpstreamTimeout, UpstreamError."""
-        timeouts = self.config.timeouts
-        with self._translated():
-            async with asyncio.timeout(timeouts.first_byte):
+        _reused.set(True)
+        try:
+            async with asyncio.timeout(self.config.timeouts.first_byte):
                 return await self.client.request(
                     out.method,
                     URL(self.config.url + out.target, encoded=True),
                     headers=self._headers(out),
                     data=out.body.payload() if out.body is not None else None,
                     allow_redirects=False,
-                    timeout=aiohttp.ClientTimeout(total=None, sock_connect=timeouts.connect),
-                    trace_request_ctx=note,
+                    timeout=self._timeout,
                 )
+        except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+            raise self._translated(error) from error
 
     async def _body(self, answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
         """The pieces of the answer as they arrive. Raises UpstreamError when it breaks off or falls silent."""
@@ -238,28 +255,25 @@ class Upstream:
                 return
             yield data
 
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
-        """aiohttp's exceptions, in our words. Around calls to the upstream only."""
-        try:
-            yield
-        except aiohttp.ConnectionTimeoutError as error:
-            self.count_error("connect")
-            raise UpstreamError(
-                f"the upstream '{self.name}' took longer than {self.config.timeouts.connect:g} s to connect"
-            ) from error
-        except aiohttp.ClientConnectorError as error:
-            raise _Refused(str(error)) from error
-        except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError, ConnectionError) as error:
-            raise _Disconnected(str(error)) from error
-        except aiohttp.ClientError as error:
-            self.count_error("reset")
-            raise UpstreamError(f"the upstream '{self.name}' does not speak HTTP as it should: {error}") from error
-        except TimeoutError as error:
-            self.count_error("timeout")
-            raise UpstreamTimeout(
-                f"the upstream '{self.name}' did not begin to answer within {self.config.timeouts.first_byte:g} s"
-            ) from error
+    def _translated(self, error: Exception) -> Exception:
+        """What aiohttp raised while an answer was waited for, in our words, and counted where no other try follows."""
+        match error:
+            case aiohttp.ConnectionTimeoutError():
+                self.count_error("connect")
+                connect = self.config.timeouts.connect
+                return UpstreamError(f"the upstream '{self.name}' took longer than {connect:g} s to connect")
+            case aiohttp.ClientConnectorError():
+                return _Refused(str(error))
+            case aiohttp.ServerDisconnectedError() | aiohttp.ClientOSError() | ConnectionError():
+                return _Disconnected(str(error))
+            case aiohttp.ClientError():
+                self.count_error("reset")
+                return UpstreamError(f"the upstream '{self.name}' does not speak HTTP as it should: {error}")
+            case _:
+                self.count_error("timeout")
+                return UpstreamTimeout(
+                    f"the upstream '{self.name}' did not begin to answer within {self.config.timeouts.first_byte:g} s"
+                )
 
     def _headers(self, out: Outgoing) -> "CIMultiDict[str]":
         headers = sent_headers(out.headers, self.config, out.request_id)
@@ -313,7 +327,7 @@ def sent_headers(
     also_not: frozenset[str] = frozenset(),
 ) -> "CIMultiDict[str]":
     """The headers of a client's request that go on to the upstream, and what is put in; `also_not` in lower case."""
-    named = {name.strip().lower() for value in client.getall("Connection", ()) for name in value.split(",")}
+    named = _named(client.getall("Connection", ()))
     headers: CIMultiDict[str] = CIMultiDict(
         (name, value)
         for name, value in client.items()
@@ -329,10 +343,9 @@ def sent_headers(
     return headers
 
 
-def returned_headers(answer_headers: "CIMultiDictProxy[str] | Mapping[str, str]") -> "CIMultiDict[str]":
+def returned_headers(answer_headers: "CIMultiDictProxy[str]") -> "CIMultiDict[str]":
     """The headers of an upstream's answer that go on to the client: CORS is ours to decide."""
-    connection = answer_headers.get("Connection", "")
-    named = {name.strip().lower() for name in connection.split(",")}
+    named = _named(answer_headers.getall("Connection", ()))
     return CIMultiDict(
         (name, value)
         for name, value in answer_headers.items()
@@ -340,6 +353,11 @@ def returned_headers(answer_headers: "CIMultiDictProxy[str] | Mapping[str, str]"
         and lower not in named
         and not lower.startswith("access-control-")
     )
+
+
+def _named(connection: Iterable[str]) -> set[str]:
+    """The headers, in lower case, that `Connection` keeps on their hop."""
+    return {name.strip().lower() for value in connection for name in value.split(",")}
 
 
 def _head(answer: aiohttp.ClientResponse) -> "CIMultiDict[str]":
@@ -351,6 +369,12 @@ def _head(answer: aiohttp.ClientResponse) -> "CIMultiDict[str]":
     if answer.content_type == "text/event-stream":
         headers.popall("Content-Length", None)  # an error event may have to follow
     return headers
+
+
+def _whole(answer: aiohttp.ClientResponse) -> bytes:
+    """The body, where all of it has come with the head; b"" where there is more to wait for, or none."""
+    content = answer.content
+    return content.read_nowait() if content.is_eof() and content.exception() is None else b""
 
 
 def _encoded(answer: aiohttp.ClientResponse) -> bool:

@@ -9,13 +9,12 @@
 No other module takes a lease, but for what `Runtime.hold_model` gives to speech jobs.
 """
 
-import contextlib
 import logging
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
+from types import TracebackType
 from urllib.parse import quote
 
 from aiohttp import hdrs, web
@@ -35,6 +34,8 @@ from proxy.runtime import Runtime
 from proxy.speech import SpeechRequest, SpeechStream, parse
 
 logger = logging.getLogger(__name__)
+
+_ANTHROPIC = re.compile(r"(?:/upstream/.*)?/v1?/messages(?:/.*)?")
 
 
 class Handler:
@@ -105,23 +106,8 @@ class Handler:
 
     # -- the lease ----------------------------------------------------------------------------------------------
 
-    @asynccontextmanager
-    async def _hold(self, request: web.Request, plan: Plan, fact: Facts) -> AsyncIterator[Hold | None]:
-        """The lease of a plan, with what is known about it written down; None for what takes none."""
-        await self._runtime.before_lease(plan)
-        if plan.mode is None:
-            fact.phase = "upstream"
-            yield None
-            return
-        trace = fact.trace
-        with contextlib.ExitStack() as waiting:
-            waiting.enter_context(trace.queue({"llama_lease.mode": str(plan.mode)}))
-            async with self._runtime.hold(plan, fact.id, max_wait(request)) as hold:
-                waiting.close()
-                fact.waited = hold.waited
-                fact.phase = "upstream"
-                fact.headers["Server-Timing"] = f"lease;dur={hold.waited * 1000:.1f}"
-                yield hold
+    def _hold(self, request: web.Request, plan: Plan, fact: Facts) -> "_Turn":
+        return _Turn(self._runtime, request, plan, fact)
 
     # -- forward ------------------------------------------------------------------------------------------------
 
@@ -258,6 +244,37 @@ class Handler:
             self._runtime.metrics.heartbeat(keep_alive.kind)
 
 
+class _Turn:
+    """The lease of a plan as a context manager, with what is known about it written down; None for what takes none."""
+
+    def __init__(self, runtime: Runtime, request: web.Request, plan: Plan, fact: Facts) -> None:
+        self._runtime, self._request, self._plan, self._fact = runtime, request, plan, fact
+        self._hold: Hold | None = None
+
+    async def __aenter__(self) -> Hold | None:
+        plan, fact = self._plan, self._fact
+        await self._runtime.before_lease(plan)
+        if plan.mode is not None:
+            hold = self._runtime.hold(plan, fact.id, max_wait(self._request))
+            try:
+                with fact.trace.queue({"llama_lease.mode": str(plan.mode)}):
+                    await hold.__aenter__()
+                    self._hold = hold
+            except BaseException as error:
+                await self.__aexit__(type(error), error, error.__traceback__)
+                raise
+            fact.waited = hold.waited
+            fact.headers["Server-Timing"] = f"lease;dur={hold.waited * 1000:.1f}"
+        fact.phase = "upstream"
+        return self._hold
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._hold is not None:
+            await self._hold.__aexit__(kind, error, traceback)
+
+
 def _on_first_byte(fact: Facts, hold: Hold | None) -> Callable[[], None]:
     """What to call when the answer begins: made at the grant."""
     granted = time.monotonic()
@@ -273,7 +290,7 @@ def _on_first_byte(fact: Facts, hold: Hold | None) -> Callable[[], None]:
 
 def is_anthropic(path: str) -> bool:
     """Whether a normalised path speaks Anthropic's protocol."""
-    return re.fullmatch(r"(?:/upstream/.*)?/v1?/messages(?:/.*)?", path) is not None
+    return _ANTHROPIC.fullmatch(path) is not None
 
 
 def max_wait(request: web.BaseRequest) -> float | None:

@@ -38,7 +38,10 @@ class ClientGone(Exception):
 
 
 class ClientStream:
-    """The response to one request. Not started until `start`; then `write`...; then one of `finish`, `fail`, `cut`."""
+    """The response to one request. Not started until `start`; then `write`...; then one of `finish`, `fail`, `cut`.
+
+    Or, for an answer that is there as a whole, `give` and `finish`; it starts with `finish`.
+    """
 
     def __init__(self, request: web.Request) -> None:
         self._request = request
@@ -53,7 +56,7 @@ class ClientStream:
     @property
     def started(self) -> bool:
         """The status line is sent: errors can no longer change it."""
-        return self._response is not None
+        return self._response is not None and self._response.prepared
 
     @property
     def response(self) -> web.StreamResponse:
@@ -63,15 +66,19 @@ class ClientStream:
 
     async def start(self, status: int, reason: str | None, headers: "CIMultiDict[str] | Mapping[str, str]") -> None:
         """Send the head. Raises ClientGone."""
-        response = web.StreamResponse(status=status, reason=reason, headers=CIMultiDict(headers))
+        self._response = web.StreamResponse(status=status, reason=reason, headers=CIMultiDict(headers))
         if (transport := self._request.transport) is None:
             raise ClientGone
         transport.set_write_buffer_limits(high=_SOCKET_BUFFER)
-        self._response = response
         try:
-            await response.prepare(self._request)
+            await self._response.prepare(self._request)
         except ConnectionError as error:
             raise ClientGone from error
+
+    def give(self, status: int, reason: str | None, headers: "CIMultiDict[str]", body: bytes) -> None:
+        """The whole answer, `body` not empty. `finish` sends head and body in one piece."""
+        self._response = web.Response(status=status, reason=reason, headers=headers, body=body)
+        self.sent = len(body)
 
     async def write(self, data: bytes, *, answer: bool = True) -> None:
         """Send, or keep for a slow client. Raises ClientGone; never waits for the client."""
@@ -105,6 +112,7 @@ class ClientStream:
             if self._spool is not None and self._drain is not None:
                 self._spool.finish()
                 await self._drain
+            await self.response.prepare(self._request)  # nothing to do but for an answer that was given as a whole
             await self.response.write_eof()
         except (ConnectionError, Closed, TimeoutError) as error:
             self.abort()

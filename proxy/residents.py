@@ -136,10 +136,9 @@ class Residents:
         if self._rules is not None and self._in_the_way(model, self._rules):
             async with self._turn:
                 await self._make_room(model, self._rules)
-        swapper = self._swappers.get(self._place_of(model) or "")
-        if swapper is not None:
-            swapper.ask_for(model)
         place = self._place_of(model) or ""
+        if (swapper := self._swappers.get(place)) is not None:
+            swapper.ask_for(model)
         backend = self._backends.get(place)
         if backend is not None and not backend.loaded:
             async with self._turn:
