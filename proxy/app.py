@@ -257,4 +257,4 @@ async def _expect(request: web.Request) -> web.StreamResponse | None:
 def _request_id(request: web.BaseRequest, live: Container[str]) -> str:
     """The client's own id where it is one, and no other request under way has it: `DELETE /lease/{id}` means one."""
     given = request.headers.get("X-Request-Id", "")
-    return given if _REQUEST_ID.fullmatch(given) and given not in live else secrets.token_hex(16)
+    return given if given and given not in live and _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)

@@ -83,7 +83,9 @@ def _owner(key: str) -> str:
 
 
 def _among(key: str, keys: Iterable[str]) -> bool:
-    """Compared with all of them, each in constant time, so that the time says nothing about any."""
+    """Whether `key` is one of them. Compared with all, each in constant time, so that the time says nothing about any."""
+    if not keys:
+        return False
     given = key.encode("utf-8", "surrogateescape")
     return bool(sum([hmac.compare_digest(given, known.encode("utf-8")) for known in keys if known]))
 

@@ -18,11 +18,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import chain
 
 import aiohttp
 from aiohttp.client_proto import ResponseHandler
 from aiohttp.tracing import Trace
-from multidict import CIMultiDict, CIMultiDictProxy
+from multidict import CIMultiDict, CIMultiDictProxy, istr
 from yarl import URL
 
 from proxy import sse
@@ -37,10 +38,10 @@ _HOP_BY_HOP = frozenset(
     ["connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
      "transfer-encoding", "upgrade"]
 )  # fmt: skip
-_NOT_FORWARDED = _HOP_BY_HOP | {
-    "host", "authorization", "x-api-key", "content-length", "expect", "x-max-wait",
+_NOT_FORWARDED = tuple(map(istr, [
+    *_HOP_BY_HOP, "host", "authorization", "x-api-key", "content-length", "expect", "x-max-wait", "x-request-id",
     "origin",  # who may call from a page is decided here; with another Host beside it, an upstream would refuse it
-}  # fmt: skip
+]))  # fmt: skip
 _NOT_RETURNED = _HOP_BY_HOP | {"x-request-id", "server-timing"}
 _UUID = re.compile(r"[0-9a-fA-F]{8}-?(?:[0-9a-fA-F]{4}-?){3}[0-9a-fA-F]{12}")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
@@ -328,12 +329,10 @@ def sent_headers(
 ) -> "CIMultiDict[str]":
     """The headers of a client's request that go on to the upstream, and what is put in; `also_not` in lower case."""
     named = _named(client.getall("Connection", ()))
-    headers: CIMultiDict[str] = CIMultiDict(
-        (name, value)
-        for name, value in client.items()
-        if (lower := name.lower()) not in _NOT_FORWARDED and lower not in named and lower not in also_not
-    )
-    headers.pop("X-Request-Id", None)
+    headers = CIMultiDict(client)
+    for name in chain(_NOT_FORWARDED, named, also_not):
+        if name in headers:
+            del headers[name]
     if _UUID.fullmatch(request_id):  # llama-cpp-python's server answers 400 to any other
         headers["X-Request-Id"] = request_id
     if config.api_key:

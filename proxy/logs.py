@@ -79,10 +79,12 @@ def _fields(record: logging.LogRecord) -> Mapping[str, Any]:
 
 def _word(value: object) -> str:
     """A value as one word; a client's own text (a model's name) cannot begin a new line or a new key."""
-    text = f"{value:.3f}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.3f}"
+    text = str(value)
     if len(text) > _LONGEST_VALUE:
         text = text[:_LONGEST_VALUE] + "..."
-    return text if _PLAIN.fullmatch(text) else json.dumps(text)
+    return text if _PLAIN.fullmatch(text) else json.dumps(text) if text else '""'
 
 
 def _exception(formatter: logging.Formatter, record: logging.LogRecord) -> str:

@@ -188,8 +188,7 @@ class KeepAlive:
         self.kind = kind
         self._grace, self._interval = grace, interval
         self._model = model
-        self._stopped = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
+        self._running: tuple[asyncio.Task[None], asyncio.Event] | None = None
         self.beats = 0
 
     async def __aenter__(self) -> Self:
@@ -202,8 +201,8 @@ class KeepAlive:
 
     def _begin(self, wait: float) -> None:
         if self.kind != "off":
-            self._stopped.clear()
-            self._task = asyncio.create_task(self._run(wait))
+            stop = asyncio.Event()
+            self._running = asyncio.create_task(self._run(wait, stop)), stop
 
     async def __aexit__(
         self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
@@ -212,16 +211,16 @@ class KeepAlive:
 
     async def stop(self) -> None:
         """Returns when nothing more will be written; to be called before the first real byte. Idempotent."""
-        if self._task is not None:
-            self._stopped.set()  # not a cancellation: that could cut a head in two
-            task, self._task = self._task, None
+        if self._running is not None:
+            (task, stop), self._running = self._running, None
+            stop.set()  # not a cancellation: that could cut a head in two
             await task
 
-    async def _run(self, wait: float) -> None:
+    async def _run(self, wait: float, stop: asyncio.Event) -> None:
         while True:
             try:
                 async with asyncio.timeout(wait):
-                    await self._stopped.wait()
+                    await stop.wait()
                 return
             except TimeoutError:
                 wait = self._interval
