@@ -25,8 +25,9 @@ def configure(style: Literal["text", "json"], *, level: str = "INFO", stream: Te
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
-    # Facts that no line shows; each costs a look-up for every record.
+    # What no line shows costs a look-up for every record; these are the switches that Python's logging HOWTO names.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    logging._srcfile = None  # where the call stands
     root = logging.getLogger()
     for old in list(root.handlers):
         root.removeHandler(old)
@@ -78,13 +79,15 @@ def _fields(record: logging.LogRecord) -> Mapping[str, Any]:
 
 
 def _word(value: object) -> str:
-    """A value as one word; a client's own text (a model's name) cannot begin a new line or a new key."""
-    if isinstance(value, float):
-        return f"{value:.3f}"
-    text = str(value)
+    return f"{value:.3f}" if isinstance(value, float) else _quoted(str(value))
+
+
+@functools.lru_cache(maxsize=512)
+def _quoted(text: str) -> str:
+    """A text as one word; a client's own (a model's name) cannot begin a new line or a new key."""
     if len(text) > _LONGEST_VALUE:
         text = text[:_LONGEST_VALUE] + "..."
-    return text if _PLAIN.fullmatch(text) else json.dumps(text) if text else '""'
+    return text if _PLAIN.fullmatch(text) else json.dumps(text)
 
 
 def _exception(formatter: logging.Formatter, record: logging.LogRecord) -> str:
