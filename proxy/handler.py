@@ -9,6 +9,7 @@
 No other module takes a lease, but for what `Runtime.hold_model` gives to speech jobs.
 """
 
+import functools
 import logging
 import math
 import re
@@ -173,7 +174,8 @@ class Handler:
         target = _target(request.rel_url, fact.path, plan, where)
         try:
             async with self._hold(request, plan, fact) as hold:
-                return await websocket.relay(request, upstream, target, fact.id, hold)
+                answered = functools.partial(self._runtime.ticket_log.answered, fact.id)
+                return await websocket.relay(request, upstream, target, fact.id, hold, answered)
         except ProxyError as error:
             client: web.WebSocketResponse | None = request.get(websocket.ACCEPTED)
             if client is None:

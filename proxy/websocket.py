@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 import aiohttp
 from aiohttp import WSCloseCode, WSMsgType, hdrs, web
@@ -28,9 +29,16 @@ def asks(request: web.BaseRequest) -> bool:
 
 
 async def relay(
-    request: web.Request, upstream: Upstream, target: str, id: str, hold: Hold | None
+    request: web.Request,
+    upstream: Upstream,
+    target: str,
+    id: str,
+    hold: Hold | None,
+    answered: Callable[[int], None],
 ) -> web.StreamResponse:
     """Connect to the upstream first, then accept the client; ends when either side closes.
+
+    `answered` is told the bytes of each message to the client.
 
     Raises UpstreamError while the client has not been accepted; afterwards `request[ACCEPTED]` is there to be closed.
     """
@@ -68,7 +76,7 @@ async def relay(
         )
         await client.prepare(request)
         request[ACCEPTED] = client
-        ways = [asyncio.create_task(_pass(client, server)), asyncio.create_task(_pass(server, client))]
+        ways = [asyncio.create_task(_pass(client, server)), asyncio.create_task(_pass(server, client, answered))]
         try:
             await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -87,7 +95,7 @@ async def fail(client: web.WebSocketResponse, error: ProxyError) -> None:
 Side = web.WebSocketResponse | aiohttp.ClientWebSocketResponse
 
 
-async def _pass(source: Side, sink: Side) -> None:
+async def _pass(source: Side, sink: Side, passed: Callable[[int], None] = lambda size: None) -> None:
     """Everything that one side says, to the other, until it closes."""
     while True:
         message = await source.receive()
@@ -95,8 +103,10 @@ async def _pass(source: Side, sink: Side) -> None:
             match message.type:
                 case WSMsgType.TEXT:
                     await sink.send_str(message.data)
+                    passed(len(message.data.encode()))
                 case WSMsgType.BINARY:
                     await sink.send_bytes(message.data)
+                    passed(len(message.data))
                 case WSMsgType.PING:
                     await sink.ping(message.data)
                 case WSMsgType.PONG:

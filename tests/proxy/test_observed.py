@@ -10,6 +10,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from proxy.logs import JsonFormatter, TextFormatter
 from proxy.tracing import OpenTelemetryTracing, TracingSettings
+from tests.fronted import until
 from tests.proxy.observed import KEY, observed
 
 PROMPT, SPOKEN = "the-secret-prompt", "the-secret-speech"
@@ -55,6 +56,19 @@ async def test_a_tickets_line_counts_the_bytes_of_its_answer(tmp_path: Path, cap
         ("qwen", len(chat), "done"),
         ("tts", len(audio), "done"),
     ]
+
+
+async def test_and_the_bytes_of_a_websockets_messages(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "proxy.ticketlog")
+    async with observed(tmp_path) as server:
+        async with server.client.ws_connect("/upstream/qwen/ws") as socket:
+            await socket.send_str("größer")
+            said = (await socket.receive()).data
+            await socket.send_bytes(b"12345")
+            assert (await socket.receive()).data == b"12345"
+        await until(lambda: server.runtime.leases["gpu0"].idle)
+    [line] = [record.fields for record in caplog.records if record.name == "proxy.ticketlog"]  # type: ignore[attr-defined]
+    assert line["bytes"] == len(said.encode()) + 5
 
 
 async def test_the_upstream_gets_the_trace_and_the_span_of_its_own_work(tmp_path: Path) -> None:
