@@ -306,6 +306,27 @@ async def test_head_comes_back_with_its_length_and_without_a_body(fault: StartFa
         assert (status, headers["content-length"], await client.read_rest()) == (200, "1234", b"")
 
 
+@pytest.mark.parametrize(
+    ("raw", "length"),
+    [
+        (b"Transfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n", "2"),
+        (b"Content-Length: 2\r\n\r\n{}", "2"),
+        (b"Content-Length: 0\r\n\r\n", "0"),
+    ],
+)
+async def test_an_answer_that_came_as_a_whole_goes_on_with_its_length(
+    fault: StartFault, raw: bytes, length: str
+) -> None:
+    async def behave(exchange: Exchange) -> None:
+        await exchange.raw(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n" + raw)
+
+    f = await fault(behave)
+    reply = await f.proxy.chat()
+    assert (reply.status, reply.body, reply.headers["Content-Length"]) == (200, b"{}"[: int(length)], length)
+    assert "Transfer-Encoding" not in reply.headers
+    assert reply.headers["Server-Timing"].startswith("lease;dur=")
+
+
 # The lease and what needs none
 
 

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from aiohttp import web
+from multidict import CIMultiDict
 
 from proxy.app import server_options
 from proxy.errors import UpstreamTruncated
@@ -124,6 +125,31 @@ async def test_writing_to_a_client_that_has_gone_says_so() -> None:
         await client.start(200, None, {})
         client.abort()
         await client.write(b"x")
+
+    async with telling(story) as (_, ended):
+        with pytest.raises((ClientGone, asyncio.CancelledError)):
+            await ended
+
+
+async def test_an_answer_given_as_a_whole_starts_when_it_is_finished() -> None:
+    async def story(client: ClientStream) -> None:
+        client.give(201, "Made", CIMultiDict({"Content-Type": "application/json"}), b"[1, 2]")
+        assert not client.started  # an error could still take its place
+        await client.finish()
+        assert (client.started, client.sent) == (True, 6)
+
+    async with telling(story) as (client, ended):
+        status, headers = await client.read_head()
+        assert (status, headers["content-type"], headers["content-length"]) == (201, "application/json", "6")
+        assert await client.read(6) == b"[1, 2]"
+        await ended
+
+
+async def test_nobody_to_give_a_whole_answer_to_is_a_client_that_has_gone() -> None:
+    async def story(client: ClientStream) -> None:
+        client.give(200, None, CIMultiDict(), b"x")
+        client.abort()
+        await client.finish()
 
     async with telling(story) as (_, ended):
         with pytest.raises((ClientGone, asyncio.CancelledError)):
