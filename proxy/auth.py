@@ -17,19 +17,26 @@ def check_host(host: str, config: Config) -> None:
 
     Raises BadRequest without a Host, Forbidden for a foreign one.
     """
+    if _is_ours(host, config.allowed_hosts, config.listen):
+        return
     name = hostname(host)
     if not name:
         raise BadRequest("the Host header is missing or malformed", param="Host")
-    allowed = [known.lower() for known in config.allowed_hosts]
-    if "*" in allowed or name in allowed or ("loopback" in allowed and is_loopback(name)):
-        return
-    if name == config.address[0].lower():
-        return  # the one address that it listens on
     raise Forbidden(
         f"this server does not answer to the host name '{name}'; add it to allowed_hosts in the configuration",
         param="Host",
         code="host_not_allowed",
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _is_ours(host: str, allowed_hosts: tuple[str, ...], listen: str) -> bool:
+    name, allowed = hostname(host), [known.lower() for known in allowed_hosts]
+    if not name:
+        return False
+    if "*" in allowed or name in allowed or ("loopback" in allowed and is_loopback(name)):
+        return True
+    return name == hostname(listen)  # the one address that it listens on
 
 
 def hostname(host: str) -> str:
