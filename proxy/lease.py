@@ -418,9 +418,10 @@ class Lease:
         return max(1, min(60, math.ceil(max(self._usual.wait(), age))))
 
     def _tell(self, kind: Kind, ticket: Ticket, at: float, reason: str = "") -> None:
+        event = LeaseEvent(kind, self.name, ticket, at, reason)
         for listener in self._listeners:
             try:
-                listener(LeaseEvent(kind, self.name, ticket, at, reason))
+                listener(event)
             except Exception:
                 logger.exception("a listener of lease %s failed on %s", self.name, kind)
 
