@@ -103,10 +103,6 @@ class Room:
     batch: int = 0  # the youngest ticket that had come when it had opened
     holders: int = 0
 
-    def end_opening(self, now: float, youngest: int) -> None:
-        self.opened = now
-        self.batch = youngest
-
 
 @dataclass(slots=True, eq=False)
 class Ticket:
@@ -172,16 +168,16 @@ class Line:
         self._usual = usual
         self._count = 0
         self._lanes: dict[tuple[Mode, str], Lane] = {}
-        self._readers = 0
-        self._writers = 0
         self._models: dict[str, int] = {}  # how many of each model hold, but for mode none
         self._beside: dict[str, int] = {}  # of mode none
+        self._writing = False  # the one who holds is a writer
         self._rooms: list[Room] = []
         self.resident: frozenset[str] = frozenset()
         """The models that the grants so far have left resident; whoever knows better may correct it."""
 
     def __repr__(self) -> str:
-        return f"<Line {self._readers} read, {self._writers} write, {sum(1 for _ in self.waiting())} waiting>"
+        holding, writing = sum(self._models.values()), int(self._writing)
+        return f"<Line {holding - writing} read, {writing} write, {sum(1 for _ in self.waiting())} waiting>"
 
     @property
     def rooms(self) -> Sequence[Room]:
@@ -204,8 +200,7 @@ class Line:
 
     def join(self, ticket: Ticket, now: float) -> Sequence[Ticket]:
         """Stands in line; grants nobody but this ticket."""
-        self._count += 1
-        ticket.number = self._count
+        self._count = ticket.number = self._count + 1
         ticket.arrived = now
         mode, model = ticket.mode, ticket.model
         if not self._lanes and self._fits(mode, model) and self._has_capacity(ticket):
@@ -223,22 +218,32 @@ class Line:
         if ticket.arrived is None or ticket.released is not None:
             raise ValueError(f"ticket {ticket.id} is not in line")
         ticket.released = now
+        mode, model = ticket.mode, ticket.model
         if ticket.granted is None:
-            key = (ticket.mode, ticket.model)
-            lane = self._lanes[key]
+            lane = self._lanes[mode, model]
             was_head = ticket is lane.head
             if not lane.remove(ticket):
-                del self._lanes[key]
+                del self._lanes[mode, model]
             # Also after one who gave up: it may have been the head that held back those behind it.
             return self._admit(now) if was_head else ()
-        self._release(ticket, now)
+        counts = self._beside if mode is NONE else self._models
+        left = counts[model] - 1
+        if left:
+            counts[model] = left
+        else:
+            del counts[model]
+        if mode is WRITE:
+            self._writing = False
+        if ticket.room is not None:
+            self._exit(ticket.room, now)
         return self._admit(now) if self._lanes else ()
 
     def opened(self, ticket: Ticket, now: float) -> None:
         """The first byte of the ticket's answer: its room has opened."""
         ticket.opened = now
-        if ticket.room is not None and ticket.room.opened is None:
-            ticket.room.end_opening(now, self._count)
+        room = ticket.room
+        if room is not None and room.opened is None:
+            room.opened, room.batch = now, self._count
 
     def reconfigure(self, policy: Policy, residency: Residency | None, now: float) -> Sequence[Ticket]:
         """Other rules from now on. Everyone keeps their place; some may enter now."""
@@ -259,8 +264,8 @@ class Line:
         if mode is NONE:
             return True
         if mode is WRITE:
-            return not self._readers and not self._writers
-        if self._writers:
+            return not self._models
+        if self._writing:
             return False
         models = self._models
         return self._residency is None or model in models or self._residency.admits(frozenset(models), model)
@@ -315,49 +320,40 @@ class Line:
         if mode is NONE:
             self._beside[model] = self._beside.get(model, 0) + 1
             return
+        models = self._models
         if self._residency is not None and (name := self._residency.id(model)) not in self.resident:
-            self.resident = self._residency.after(self.resident, frozenset(self._models), model)
+            self.resident = self._residency.after(self.resident, frozenset(models), model)
             ticket.swaps = name in self.resident
-        self._models[model] = self._models.get(model, 0) + 1
-        if mode is READ:
-            self._readers += 1
-        else:
-            self._writers += 1
+        models[model] = models[model] + 1 if model in models else 1
+        if mode is WRITE:
+            self._writing = True
         if self._phases:
-            if room is None and self._rooms:
-                room = self._home(mode, model)
-            room = room or self._open(mode, model, now)
-            room.models.add(model)
-            room.holders += 1
-            ticket.room = room
-
-    def _release(self, ticket: Ticket, now: float) -> None:
-        mode = ticket.mode
-        counts = self._beside if mode is NONE else self._models
-        left = counts.pop(ticket.model) - 1
-        if left:
-            counts[ticket.model] = left
-        if mode is READ:
-            self._readers -= 1
-        elif mode is WRITE:
-            self._writers -= 1
-        room = ticket.room
-        if room is not None:
-            room.holders -= 1
-            if room.opened is None:
-                room.end_opening(now, self._count)
-            if not room.holders and not self._lanes and room in self._rooms:
-                self._rooms.remove(room)
+            self._enter(ticket, room, now)
 
     # Rooms
 
-    def _open(self, mode: Mode, model: str, now: float) -> Room:
-        if self._rooms:
-            # Rooms that exclude the new one are over, even where a model of theirs that it can live with is still held.
-            self._rooms = [other for other in self._rooms if not self._excludes(other, mode, model)]
-        room = Room(mode, {model}, now)
-        self._rooms.append(room)
-        return room
+    def _enter(self, ticket: Ticket, room: Room | None, now: float) -> None:
+        """Into `room`, else the one its model is in, else a new one."""
+        mode, model, rooms = ticket.mode, ticket.model, self._rooms
+        if room is None and rooms:
+            room = self._home(mode, model)
+            if room is None:
+                # Rooms that exclude the new one are over, even where a model of theirs that it can live with is held.
+                self._rooms = rooms = [other for other in rooms if not self._excludes(other, mode, model)]
+        if room is None:
+            room = Room(mode, {model}, now)
+            rooms.append(room)
+        else:
+            room.models.add(model)
+        room.holders += 1
+        ticket.room = room
+
+    def _exit(self, room: Room, now: float) -> None:
+        room.holders -= 1
+        if room.opened is None:
+            room.opened, room.batch = now, self._count
+        if not room.holders and not self._lanes and room in self._rooms:
+            self._rooms.remove(room)
 
     def _home(self, mode: Mode, model: str) -> Room | None:
         """The room that a model is in already. Without residency all readers are one room, each write model is one."""
