@@ -31,37 +31,21 @@ class Usual:
         self._length = Averages()
         self._opening = Averages()
         self._wait = Averages(keys=1)
-        self._unread: list[Ticket] = []
 
     def length(self, model: str) -> float:
         """One request of a model that is resident, from its grant to its end."""
-        self._read()
         return self._length.get(model) or 0.0
 
     def opening(self, model: str) -> float:
         """From a grant that swaps to the first byte of an answer."""
-        self._read()
         return self._opening.get(model) or 0.0
 
     def wait(self) -> float:
         """From joining the line to the grant, of those who had to wait."""
-        self._read()
         return self._wait.get("") or 0.0
 
     def learn(self, ticket: Ticket) -> None:
         """Takes in what a released ticket tells. One that never answered tells only how long it waited."""
-        # Tickets end more often than somebody asks: the arithmetic waits until then.
-        self._unread.append(ticket)
-        if len(self._unread) >= 256:
-            self._read()
-
-    def _read(self) -> None:
-        if self._unread:
-            for ticket in self._unread:
-                self._add(ticket)
-            self._unread.clear()
-
-    def _add(self, ticket: Ticket) -> None:
         arrived, granted, opened, released = ticket.arrived, ticket.granted, ticket.opened, ticket.released
         if arrived is None or granted is None or released is None:
             return
