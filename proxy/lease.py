@@ -14,7 +14,6 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Literal, NamedTuple, Self
@@ -55,8 +54,8 @@ class LeaseEvent(NamedTuple):
     reason: str = ""
 
 
-# Whose block the current context is in. Child tasks inherit it, therefore a hold knows its task.
-_innermost: ContextVar["Hold | None"] = ContextVar("innermost hold", default=None)
+# What each task waits for or holds, whatever the lease. Not a context variable: children of the task may ask.
+_holds: dict["asyncio.Task[object]", "Hold"] = {}
 
 
 class Hold:
@@ -64,13 +63,15 @@ class Hold:
 
     __slots__ = ("_cancelling", "_lease", "_max_wait", "_revoked", "_task", "_timer", "_wakeup", "ticket")
 
+    _cancelling: int  # how often its task had been cancelled when it came
+    _task: "asyncio.Task[object]"
+    _timer: asyncio.TimerHandle | None
+
     def __init__(self, lease: "Lease", ticket: Ticket, max_wait: float | None) -> None:
         self.ticket = ticket
         self._lease = lease
         self._max_wait = max_wait
-        self._task: asyncio.Task[object] | None = None  # while it waits or holds
-        self._wakeup: asyncio.Future[None] | None = None  # while it waits
-        self._timer: asyncio.TimerHandle | None = None
+        self._wakeup: asyncio.Future[None] | None = None  # of one that had to wait
         self._revoked: LeaseError | None = None
 
     @property
@@ -87,53 +88,51 @@ class Hold:
             self._lease._opened(self.ticket)
 
     async def __aenter__(self) -> Self:
-        task = asyncio.current_task()
-        if task is None:
-            raise RuntimeError("a lease is held by a task")
-        outer = _innermost.get()
-        if outer is not None and outer._task is task:
-            raise NestedLease(f"request {outer.ticket.id} holds the lease {outer._lease.name} and asked for another")
-        self._cancelling = task.cancelling()
         lease = self._lease
-        lease._join(self)
+        task = None if lease._loop is None else asyncio.current_task(lease._loop)
+        if task is None:
+            task = lease._find_task()
+        if task in _holds:
+            outer = _holds[task]
+            raise NestedLease(f"request {outer.ticket.id} holds the lease {outer._lease.name} and asked for another")
+        if self.ticket.arrived is not None:
+            raise RuntimeError("a hold can be entered once")
         self._task = task
-        _innermost.set(self)
-        try:
-            if self._wakeup is not None:
-                await self._wakeup
-            if lease._prepare is not None:
-                await lease._prepare(self.ticket)
-        except BaseException as error:
-            instead = self._end(error)
-            if instead is not None:
-                raise instead from error
-            raise
+        self._cancelling = task.cancelling()
+        lease._join(self)
+        _holds[task] = self
+        if self._wakeup is not None or lease._prepare is not None:
+            try:
+                if self._wakeup is not None:
+                    await self._wakeup
+                if lease._prepare is not None:
+                    await lease._prepare(self.ticket)
+            except BaseException as error:
+                await self.__aexit__(type(error), error, None)
+                raise
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        instead = self._end(error)
-        if instead is not None:
-            raise instead from error
+        """The only way out, also of a wait."""
+        task = self._task
+        del _holds[task]
+        # As asyncio.timeout does: our own cancellation is taken back, and if any other is left, that one counts.
+        if (
+            self._revoked is not None
+            and task.uncancel() <= self._cancelling
+            and isinstance(error, asyncio.CancelledError)
+        ):
+            self._lease._leave(self, self._revoked)
+            raise self._revoked from error
+        self._lease._leave(self, error)
 
     def _revoke(self, error: LeaseError) -> None:
         """Takes a granted hold away: its task is cancelled and sees `error`."""
-        if self._revoked is None and self._task is not None:
+        if self._revoked is None:
             self._revoked = error
             self._task.cancel()
-
-    def _end(self, error: BaseException | None) -> LeaseError | None:
-        """The only way out. Returns what to raise instead of `error`, if anything."""
-        task, self._task = self._task, None
-        instead = None
-        if self._revoked is not None and task is not None:
-            # As asyncio.timeout does: our own cancellation is taken back, and if any other is left, that one counts.
-            others = task.uncancel() > self._cancelling
-            if isinstance(error, asyncio.CancelledError) and not others:
-                instead = self._revoked
-        self._lease._leave(self, instead or error)
-        return instead
 
 
 class Lease:
@@ -164,10 +163,11 @@ class Lease:
         self._line = Line(settings, residency, self._usual)
         self._waiting: dict[Ticket, Hold] = {}
         self._running: dict[Ticket, Hold] = {}  # in the order of their grants
-        self._recent: deque[Ticket] = deque(maxlen=256)
+        self._held_meanwhile: deque[Ticket] = deque(maxlen=256)  # the last to be released while somebody waited
         self._sweeper: asyncio.TimerHandle | None = None
         self._idle: asyncio.Event | None = None
         self._closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the last to come; saves looking for it each time
 
     def __repr__(self) -> str:
         return f"<Lease {self.name}: {len(self._running)} holding, {len(self._waiting)} waiting>"
@@ -273,20 +273,28 @@ class Lease:
 
     # What a hold does
 
+    def _find_task(self) -> "asyncio.Task[object]":
+        """The current task, of whatever loop runs now."""
+        self._loop = asyncio.get_running_loop()
+        task = asyncio.current_task(self._loop)
+        if task is None:
+            raise RuntimeError("a lease is held by a task")
+        return task
+
     def _join(self, hold: Hold) -> None:
         """Raises before it is in line: QueueFull, LeaseClosed, WaitTooLong. Afterwards _leave is owed."""
         ticket, line, now = hold.ticket, self._line, self.now()
-        if ticket.arrived is not None:
-            raise RuntimeError("a hold can be entered once")
         if self._closed:
             ticket.arrived = ticket.released = now
             self._tell("rejected", ticket, now, "shutdown")
             raise LeaseClosed
         if line.join(ticket, now):
             self._running[ticket] = hold
+            if self._sweeper is None:
+                self._arm_sweeper()
             if self._listeners:
                 self._tell("queued", ticket, now)
-            self._granted(ticket, now)
+                self._tell_granted(ticket, now)
             return
         if len(self._waiting) >= self._settings.max_waiting:
             line.leave(ticket, now)
@@ -298,6 +306,7 @@ class Lease:
         loop = asyncio.get_running_loop()
         self._waiting[ticket] = hold
         hold._wakeup = loop.create_future()
+        hold._timer = None
         longest = self._settings.max_wait
         if hold._max_wait is not None:
             longest = min(longest, hold._max_wait)
@@ -326,7 +335,8 @@ class Lease:
         del self._running[ticket]
         granted = self._line.leave(ticket, now)
         self._usual.learn(ticket)
-        self._recent.append(ticket)
+        if self._waiting:
+            self._held_meanwhile.append(ticket)
         if self._listeners:
             self._tell("released", ticket, now, _reason(error))
         if granted:
@@ -358,18 +368,17 @@ class Lease:
             # Done already when its task was cancelled in this tick: it holds for a moment, and leaves as a holder.
             if hold._wakeup is not None and not hold._wakeup.done():
                 hold._wakeup.set_result(None)
+            if self._sweeper is None:
+                self._arm_sweeper()
             self._log_slow(ticket, now, "granted")
-            self._granted(ticket, now)
+            self._tell_granted(ticket, now)
 
-    def _granted(self, ticket: Ticket, now: float) -> None:
-        if self._sweeper is None:
-            self._arm_sweeper()
-        if self._listeners:
-            self._tell("granted", ticket, now)
-            if ticket.swaps:
-                self._tell("swap", ticket, now)
-            if ticket.overtakes:
-                self._tell("overtake", ticket, now)
+    def _tell_granted(self, ticket: Ticket, now: float) -> None:
+        self._tell("granted", ticket, now)
+        if ticket.swaps:
+            self._tell("swap", ticket, now)
+        if ticket.overtakes:
+            self._tell("overtake", ticket, now)
 
     # max_hold: one timer for all, for the hold that is due next; it is left alone while holds come and go
 
@@ -418,6 +427,8 @@ class Lease:
         return max(1, min(60, math.ceil(max(self._usual.wait(), age))))
 
     def _tell(self, kind: Kind, ticket: Ticket, at: float, reason: str = "") -> None:
+        if not self._listeners:
+            return
         event = LeaseEvent(kind, self.name, ticket, at, reason)
         for listener in self._listeners:
             try:
@@ -431,7 +442,7 @@ class Lease:
             return
         held = Counter(
             other.model or "(no model)"
-            for other in (*self._recent, *self._running)
+            for other in (*self._held_meanwhile, *self._running)
             if other is not ticket and other.mode is not Mode.NONE and _since(other.released, now) < waited
         )
         logger.info(

@@ -203,7 +203,7 @@ class Line:
         self._count = ticket.number = self._count + 1
         ticket.arrived = now
         mode, model = ticket.mode, ticket.model
-        if not self._lanes and self._fits(mode, model) and self._has_capacity(ticket):
+        if not self._lanes and self._fits(mode, model) and (ticket.limit is None or self._has_capacity(ticket)):
             self._grant(ticket, None, now)
             return (ticket,)
         lane = self._lanes.get((mode, model))

@@ -200,6 +200,55 @@ async def test_a_child_task_of_a_holder_may_ask() -> None:
     assert empty(lease)
 
 
+async def test_a_task_may_ask_again_however_its_last_use_ended() -> None:
+    async def prepare(ticket: Ticket) -> None:
+        if ticket.id == "broken":
+            raise OSError("no")
+
+    full = make(max_waiting=0)
+    lease = Lease("gpu0", LeaseSettings(max_wait=0.01), prepare=prepare)
+    running = [Job(writer(full)), Job(writer(lease))]
+    await settle()
+    with pytest.raises(QueueFull):
+        await one(writer(full))
+    with pytest.raises(WaitTooLong):
+        await one(writer(lease))
+    with pytest.raises(WaitTooLong):
+        await one(writer(lease, max_wait=0))
+    for job in running:
+        await job.finish()
+    with pytest.raises(OSError, match="no"):
+        await one(writer(lease, "broken"))
+    with pytest.raises(ZeroDivisionError):
+        async with writer(lease):
+            raise ZeroDivisionError
+    asyncio.get_running_loop().call_soon(lease.cancel, "a")
+    with pytest.raises(LeaseCancelled):
+        async with writer(lease, "a"):
+            await asyncio.Event().wait()
+    closed = make()
+    closed.close()
+    with pytest.raises(LeaseClosed):
+        await one(writer(closed))
+    assert await one(writer(lease)) == 0.0
+
+
+async def test_what_is_no_task_cannot_hold() -> None:
+    lease = make()
+    await one(writer(lease))
+    told = asyncio.Event()
+
+    def callback() -> None:
+        entering = writer(lease).__aenter__()
+        with pytest.raises(RuntimeError, match="held by a task"):
+            entering.send(None)
+        told.set()
+
+    asyncio.get_running_loop().call_soon(callback)
+    await told.wait()
+    assert empty(lease)
+
+
 async def test_prepare_may_not_ask_for_the_lease() -> None:
     async def prepare(ticket: Ticket) -> None:
         async with reader(lease):
@@ -220,6 +269,23 @@ async def test_a_hold_is_entered_once() -> None:
     with pytest.raises(RuntimeError, match="once"):
         async with hold:
             pass
+
+
+async def test_another_task_that_enters_a_hold_in_use_changes_nothing() -> None:
+    events: list[str] = []
+    lease = make(events)
+    running, waiting = Job(writer(lease, "a")), Job(writer(lease, "b"))
+    await settle()
+    for hold in (running.hold, waiting.hold):
+        with pytest.raises(RuntimeError, match="once"):
+            await one(hold)
+    assert lease.cancel("a")
+    with pytest.raises(LeaseCancelled):
+        await running.task
+    await settle()
+    await waiting.finish()
+    assert events[-1] == "b released done"
+    assert empty(lease)
 
 
 async def test_a_full_queue_says_when_to_come_back() -> None:
@@ -524,6 +590,18 @@ async def test_an_administrator_cancels_one_that_was_granted_in_this_tick() -> N
     with pytest.raises(LeaseCancelled):
         await unlucky.task
     assert not unlucky.inside
+    assert empty(lease)
+
+
+async def test_whoever_hears_of_a_grant_may_cancel_it() -> None:
+    def listen(event: LeaseEvent) -> None:
+        if event.kind == "granted":
+            assert lease.cancel(event.ticket.id)
+
+    lease = Lease("gpu0", LeaseSettings(), listeners=[listen])
+    job = Job(writer(lease))
+    with pytest.raises(LeaseCancelled):
+        await job.task
     assert empty(lease)
 
 
