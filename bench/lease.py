@@ -19,7 +19,7 @@ import aiorwlock
 
 from bench._common import Report, Target, median, options
 from proxy.lease import Hold, Lease, LeaseSettings
-from proxy.line import Mode
+from proxy.line import READ, WRITE
 
 Take = Callable[[bool], Any]
 """The async context manager of one use; the argument says whether it writes."""
@@ -40,7 +40,7 @@ def rwlock() -> Take:
 def lease(order: Literal["fifo", "phases"]) -> Take:
     one = Lease("gpu0", LeaseSettings(order=order, max_waiting=100_000, slow_wait=1e9))
     return lambda writes: one.hold(
-        id="request", model="tts" if writes else "chat", group="g", mode=Mode.WRITE if writes else Mode.READ
+        id="request", model="tts" if writes else "chat", group="g", mode=WRITE if writes else READ
     )
 
 
