@@ -4,7 +4,7 @@ Reading order: api (what a backend is), errors, text, audio, then the kinds: hib
 A kind's packages are imported when a backend of that kind is created, never before.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,12 @@ def kinds() -> tuple[str, ...]:
     return ("hibari", "cosyvoice")
 
 
-def create(kind: str, name: str, options: Mapping[str, Any], data_dir: Path) -> SpeechBackend:
+def create(
+    kind: str, name: str, options: Mapping[str, Any], data_dir: Path, resolve: Callable[[str], Path] = Path
+) -> SpeechBackend:
     """Make a backend called `name`, not loaded yet. What it keeps on disk lies under `data_dir`.
+
+    `resolve` makes an option that is a path absolute: it knows what the path is relative to.
 
     Raises InvalidInput (param "kind", or the option's name) and BackendUnavailable (a package is missing).
     """
@@ -30,6 +34,6 @@ def create(kind: str, name: str, options: Mapping[str, Any], data_dir: Path) -> 
         case "cosyvoice":
             from backends.cosyvoice import backend
 
-            return backend.create(name, options, data_dir)
+            return backend.create(name, options, data_dir, resolve)
         case _:
             raise InvalidInput(f"unknown kind {kind!r}; kinds: {', '.join(kinds())}", param="kind")

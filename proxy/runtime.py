@@ -280,7 +280,7 @@ def create_backends(
             made[name] = keep[name]
             continue
         try:
-            made[name] = backends.create(section.kind, name, dict(section.options), data_dir(config))
+            made[name] = backends.create(section.kind, name, dict(section.options), data_dir(config), config.resolve)
         except BackendError as error:
             param = getattr(error, "param", "")
             raise ConfigError(f"{config.path}: backends.{name}.{param}: {error}") from error

@@ -45,9 +45,9 @@ OpenLM = Callable[..., LanguageModel]
 """Called as `open_speech_lm` is."""
 
 
-def create(name: str, options: Mapping[str, Any], data_dir: Path) -> "CosyVoice":
+def create(name: str, options: Mapping[str, Any], data_dir: Path, resolve: Callable[[str], Path] = Path) -> "CosyVoice":
     """Raises InvalidInput (param: the option's name). Voices are kept under `data_dir`/voices/`name`."""
-    return CosyVoice(name, parse(options), data_dir)
+    return CosyVoice(name, parse(options, resolve), data_dir)
 
 
 @dataclass(frozen=True, slots=True)

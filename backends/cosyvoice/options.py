@@ -1,6 +1,6 @@
 """The options of a cosyvoice backend, as config.yaml may give them."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -59,13 +59,20 @@ class CosyVoiceOptions(BaseModel):
         return self
 
 
-def parse(given: Mapping[str, Any]) -> CosyVoiceOptions:
-    """Raises InvalidInput whose `param` is the option's name."""
+def parse(given: Mapping[str, Any], resolve: Callable[[str], Path] = Path) -> CosyVoiceOptions:
+    """`resolve` makes a path absolute. Raises InvalidInput whose `param` is the option's name."""
     try:
-        return CosyVoiceOptions.model_validate(dict(given))
+        options = CosyVoiceOptions.model_validate(dict(given))
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0]) if first["loc"] else "dtype"
         known = ", ".join(CosyVoiceOptions.model_fields)
         reason = f"unknown option; options: {known}" if first["type"] == "extra_forbidden" else first["msg"]
         raise InvalidInput(f"{name}: {reason}", param=name) from error
+    model_dir = resolve(str(options.model_dir))
+    if not model_dir.is_dir():
+        raise InvalidInput(f"model_dir: there is no folder {model_dir}", param="model_dir")
+    llm = None if options.llm is None else resolve(str(options.llm))
+    if llm is not None and not llm.is_file():
+        raise InvalidInput(f"llm: there is no file {llm}", param="llm")
+    return options.model_copy(update={"model_dir": model_dir, "llm": llm})

@@ -14,6 +14,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
+import yaml
 from aiohttp import web
 from openai import AsyncOpenAI
 
@@ -21,8 +22,12 @@ import backends
 from backends.cosyvoice.backend import CosyVoice
 from backends.cosyvoice.options import CosyVoiceOptions
 from backends.cosyvoice.speech_lm import open_speech_lm
+from proxy import check
+from proxy import config as configuration
 from proxy.app import RUNTIME, build_app, server_options
 from proxy.config import Config
+from proxy.errors import ConfigError
+from proxy.runtime import create_backends
 from tests.backends.cosyvoice.doubles import Gate, Wrapped
 from tests.backends.readers import all_readers
 from tests.tiny_cosyvoice import DATA, build
@@ -237,6 +242,38 @@ async def test_what_cannot_be_spoken_names_the_field_and_leaves_the_lease_free(
             assert reply.status == 400
             assert (await reply.json())["error"]["param"] == param
         await proxy.free()
+
+
+@pytest.fixture
+def beside(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Config]:
+    """Reads a configuration beside which the model lies in models/tiny; the process works in another folder."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models/tiny").symlink_to(model)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+
+    def read(**given: str) -> Config:
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump({"backends": {"cv": {"kind": "cosyvoice", "options": options(model, **given)}}}))
+        return configuration.load(path)
+
+    return read
+
+
+def test_paths_among_the_options_begin_at_the_configuration_file(beside: Callable[..., Config]) -> None:
+    config = beside(model_dir="models/tiny", llm="models/tiny/cosyvoice3-speech-f16.gguf")
+    [backend] = create_backends(config).values()
+    backend.load()
+    assert backend.loaded
+    backend.close()
+
+
+@pytest.mark.parametrize(("option", "kind"), [("model_dir", "folder"), ("llm", "file")])
+async def test_a_path_that_leads_nowhere_is_told_in_full_with_its_option(
+    beside: Callable[..., Config], tmp_path: Path, option: str, kind: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"backends\.cv\.{option}: .*there is no {kind} {tmp_path}/models/none"):
+        await check.overview(beside(**{option: "models/none"}))
 
 
 @pytest.fixture
