@@ -125,7 +125,7 @@ class Jobs:
         if sum(job.owner == owner and not job.over for job in self._live.values()) >= most:
             raise QueueFull(f"{most} speech jobs are unfinished already; delete one or wait", retry_after=60)
         model = self._places.find(speech.model)
-        spec = await asyncio.to_thread(self._spec, speech, fields, model)  # cutting a whole book takes a moment
+        spec = await asyncio.to_thread(self._spec, speech, fields, model)
         job = Job(f"job_{uuid.uuid4().hex}", owner, model.id, self._clock(), spec)
         await store.save(job)
         self._begin(job)

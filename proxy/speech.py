@@ -60,6 +60,7 @@ class SpeechListener(Protocol):
 class Script:
     """A request made ready for one backend: voice chosen, text cut, speed shared out. Touches no device.
 
+    Made in a worker thread: a backend may read its tokenizer first, and to cut a whole book takes a moment.
     Raises BadRequest (param "voice" or "input") and ModelUnavailable.
     """
 
@@ -92,11 +93,9 @@ class SpeechStream:
         *,
         listener: SpeechListener | None = None,
     ) -> None:
-        """Raises BadRequest and ModelUnavailable, before any lease."""
         self.outcome = "done"
         self.error: ProxyError | None = None
         self.made = 0  # bytes of audio so far
-        self._script = Script(speech, backend, settings)
         self._request = request
         self._speech = speech
         self._backend = backend
@@ -110,6 +109,8 @@ class SpeechStream:
         self._audio_seconds = 0.0
 
     async def __aenter__(self) -> Self:
+        """Raises BadRequest and ModelUnavailable, before any lease."""
+        self._script = await asyncio.to_thread(Script, self._speech, self._backend, self._settings)
         self._loop = asyncio.get_running_loop()
         self._spool = Spool(memory=self._settings.spool_memory, limit=self._settings.spool_limit)
         self._relay: asyncio.Task[None] | None = None

@@ -1,8 +1,9 @@
 import asyncio
 import base64
 import json
+import threading
 import wave
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from io import BytesIO
 from typing import Any
 
@@ -61,6 +62,31 @@ async def test_pcm_is_what_the_backend_said(start: Start, backend: FakeSpeech) -
     assert reply.headers["X-Accel-Buffering"] == "no"
     assert reply.headers["Transfer-Encoding"] == "chunked"
     assert await reply.read() == to_pcm(spoken("One.")) + to_pcm(spoken("Two."))
+
+
+class SlowReader(FakeSpeech):
+    """Stands at the gate when it cuts a text of several sentences."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = SpeechGate(1, 0)
+
+    def split(self, text: str) -> Sequence[str]:
+        if len(pieces := super().split(text)) > 1:
+            self.gate.wait(threading.Event())
+        return pieces
+
+
+async def test_others_are_served_while_a_long_text_is_cut(start: Start) -> None:
+    backend = SlowReader()
+    backend.load()
+    client = await start(SpeechApp(backend))
+    long = asyncio.create_task(client.post("/v1/audio/speech", json=ask("One. Two.")))
+    await reached(backend.gate)
+    reply = await client.post("/v1/audio/speech", json=ask("Short."))
+    assert await reply.read() == to_pcm(spoken("Short."))
+    backend.gate.open()
+    assert await (await long).read() == to_pcm(spoken("One.")) + to_pcm(spoken("Two."))
 
 
 async def test_a_streamed_wav_has_one_header_of_unknown_size(start: Start, backend: FakeSpeech) -> None:
