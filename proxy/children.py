@@ -65,30 +65,38 @@ class Child:
         self._probe = url + health
         self._client = client
         self._healthy = asyncio.Event()
+        self._stopped = False
         self._task: asyncio.Task[None] | None = None
         self._last_exit = "it has not started yet"
 
     @property
     def healthy(self) -> bool:
         """It has answered its health path since its last start."""
-        return self._healthy.is_set()
+        return self._healthy.is_set() and not self._stopped
 
     def start(self) -> None:
-        """Run it from now on, again after each exit, until `stop`."""
+        """Run it from now on, again after each exit, until `stop`; nothing after that."""
+        if self._stopped:
+            return
         self._task = asyncio.create_task(self._run(), name=f"child {self.name}")
 
-    async def ready(self, timeout: float) -> None:
-        """Wait until it is healthy. Raises UpstreamError after `timeout` seconds, with what is known."""
-        if self.healthy:
-            return
-        try:
-            async with asyncio.timeout(timeout):
-                await self._healthy.wait()
-        except TimeoutError:
-            raise UpstreamError(f"the server '{self.name}' is not up: {self._last_exit}") from None
+    async def ready(self, timeout: float) -> bool:
+        """Wait until it is healthy, and say so; False at once when it is stopped, another may have taken its place.
+
+        Raises UpstreamError after `timeout` seconds, with what is known.
+        """
+        if not (self.healthy or self._stopped):
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._healthy.wait()
+            except TimeoutError:
+                raise UpstreamError(f"the server '{self.name}' is not up: {self._last_exit}") from None
+        return not self._stopped
 
     async def stop(self) -> None:
         """End it: SIGTERM to its process group, SIGKILL after a while. Returns when it has gone."""
+        self._stopped = True
+        self._healthy.set()  # who waits for it need not wait any longer
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):

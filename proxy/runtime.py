@@ -188,8 +188,19 @@ class Runtime:
         except ModelUnavailable:
             self.metrics.queue_rejected(upstream.config.lease, "model_failed")
             raise
-        if (child := self.children.get(plan.upstream)) is not None and not child.healthy:
-            await child.ready(upstream.config.load_timeout)
+        await self._started(plan.upstream, upstream.config.url)
+
+    async def _started(self, name: str, url: str) -> None:
+        """Until the server that we start for an upstream is up; after a reload, the one in its place."""
+        while (child := self.children.get(name)) is not None and not child.healthy:
+            if await child.ready(self.upstreams[name].config.load_timeout):
+                continue
+            if self.stopping:
+                raise LeaseClosed
+            now = self.upstreams.get(name)
+            if now is None or now.config.url != url:
+                change = "taken out of the configuration" if now is None else f"moved to {now.config.url}"
+                raise ModelUnavailable(f"the server '{name}' was {change} while this request waited for it")
 
     def backend(self, name: str) -> SpeechBackend:
         """A backend by its name in the configuration."""

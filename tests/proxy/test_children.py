@@ -13,8 +13,8 @@ import aiohttp
 import pytest
 
 from proxy.children import Child, expand
-from proxy.errors import ConfigError, UpstreamError
-from tests.proxy.served import Served, in_front_of
+from proxy.errors import ConfigError, LeaseClosed, ModelUnavailable, UpstreamError
+from tests.proxy.served import CHAT, Served, in_front_of
 
 Serve = Callable[[Mapping[str, Any]], Awaitable[Served]]
 
@@ -241,11 +241,23 @@ async def test_stopping_a_server_that_waits_for_its_next_start_is_quick(
     http: aiohttp.ClientSession, url: str, log: Log
 ) -> None:
     child = Child("chat", [sys.executable, "-c", ""], url, "/", http)
-    await child.stop()
     child.start()
     await log.until("next start in")
     await child.stop()
     await child.stop()
+
+
+async def test_a_server_that_was_stopped_before_its_start_is_not_started(
+    http: aiohttp.ClientSession, url: str, log: Log
+) -> None:
+    first, second = (Child(name, command(url), url, "/health", http) for name in ("replaced", "chat"))
+    await first.stop()
+    first.start()
+    second.start()
+    assert await second.ready(30)
+    assert not await first.ready(30)
+    assert not [line for line in log.lines if "server replaced" in line]
+    await second.stop()
 
 
 # Behind the proxy
@@ -255,8 +267,7 @@ async def test_a_request_waits_without_the_lease_until_its_server_is_up(
     serve_proxy: Serve, url: str, log: Log, tmp_path: Path
 ) -> None:
     gate = tmp_path / "gate"
-    wait = f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\n"
-    proxy = await serve_proxy(in_front_of(url, upstream={"command": command(url, wait + SERVER)}))
+    proxy = await serve_proxy(in_front_of(url, upstream={"command": gated(url, gate)}))
     pid = await pid_of(log)
     asking = asyncio.create_task(proxy.chat("t"))
     assert (await proxy.ask("GET", "/ready")).status == 503
@@ -267,6 +278,60 @@ async def test_a_request_waits_without_the_lease_until_its_server_is_up(
     assert (await proxy.ask("GET", "/ready")).status == 200
     await proxy.close()
     await gone(pid)
+
+
+def gated(url: str, gate: Path) -> list[str]:
+    """A server that is not up before there is a file `gate`."""
+    return command(url, f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\n" + SERVER)
+
+
+async def test_a_request_that_waits_for_a_server_follows_its_replacement(
+    serve_proxy: Serve, url: str, log: Log, tmp_path: Path
+) -> None:
+    proxy = await serve_proxy(in_front_of(url, upstream={"command": gated(url, tmp_path / "never")}))
+    pid = await pid_of(log)
+    waiting = asyncio.create_task(proxy.runtime.before_lease(proxy.runtime.plan("POST", CHAT, "t")))
+    await asyncio.sleep(0)
+    for gate in ("never either", "gate"):
+        changed = in_front_of(url, upstream={"command": gated(url, tmp_path / gate)})
+        proxy.runtime.apply(proxy.runtime.config.model_validate(changed))
+    await gone(pid)
+    assert not waiting.done()
+    (tmp_path / "gate").touch()
+    await waiting
+    assert (await proxy.chat("t")).body == b"ok"
+    assert len([line for line in log.lines if "started, process" in line]) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "change"), [("other", "taken out of the configuration"), ("u", "moved to http://127.0.0.1:9")]
+)
+async def test_a_request_that_waits_for_a_server_that_a_reload_takes_away_is_told_at_once(
+    serve_proxy: Serve, url: str, log: Log, tmp_path: Path, name: str, change: str
+) -> None:
+    proxy = await serve_proxy(in_front_of(url, upstream={"command": gated(url, tmp_path / "never")}))
+    await pid_of(log)
+    waiting = asyncio.create_task(proxy.runtime.before_lease(proxy.runtime.plan("POST", CHAT, "t")))
+    await asyncio.sleep(0)
+    changed = {
+        "upstreams": {name: {"url": "http://127.0.0.1:9"}},
+        "groups": {"chat": {"mode": "read", "upstream": name}},
+    }
+    proxy.runtime.apply(proxy.runtime.config.model_validate(changed))
+    with pytest.raises(ModelUnavailable, match=f"the server 'u' was {change} while"):
+        await waiting
+
+
+async def test_a_request_that_waits_for_a_server_when_the_proxy_stops_is_told_at_once(
+    serve_proxy: Serve, url: str, log: Log, tmp_path: Path
+) -> None:
+    proxy = await serve_proxy(in_front_of(url, upstream={"command": gated(url, tmp_path / "never")}))
+    await pid_of(log)
+    waiting = asyncio.create_task(proxy.runtime.before_lease(proxy.runtime.plan("POST", CHAT, "t")))
+    await asyncio.sleep(0)
+    await proxy.close()
+    with pytest.raises(LeaseClosed):
+        await waiting
 
 
 async def test_a_server_that_does_not_come_up_is_502_after_load_timeout(serve_proxy: Serve, url: str) -> None:
