@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 
 from aiohttp import web
-from watchfiles import awatch
 
 from proxy import auth, config, logs
 from proxy.app import RUNTIME, build_app, server_options
@@ -21,6 +20,7 @@ from proxy.errors import ConfigError, ProxyError
 from proxy.line import Mode
 from proxy.rooms import swap_files
 from proxy.runtime import Runtime
+from proxy.watch import watch
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ async def serve(settings: Config) -> None:
     loop.add_signal_handler(signal.SIGHUP, reload.set)
     await runner.setup()
     watching = [
-        asyncio.create_task(_watch(runtime, reload)),
+        asyncio.create_task(watch(lambda: _files(runtime.config), reload.set)),
         asyncio.create_task(_reload(runtime, reload)),
     ]
     try:
@@ -70,24 +70,9 @@ def _settle_heap() -> None:
     gc.set_threshold(20_000, 20, 20)
 
 
-async def _watch(runtime: Runtime, reload: asyncio.Event) -> None:
-    """Ask for a reload whenever the file, or a swapper's file that it names, has changed.
-
-    Folders are watched, since editors replace files; other folders from the reload on that names them.
-    """
-    while True:
-        files = _files(runtime.config)
-        async for changes in awatch(
-            *{file.parent for file in files}, recursive=False, rust_timeout=1000, yield_on_timeout=True
-        ):
-            if any(Path(changed).name == file.name for _, changed in changes for file in files):
-                reload.set()
-            if _files(runtime.config) != files:
-                break
-
-
-def _files(settings: Config) -> set[Path]:
-    return {path.resolve() for path in (settings.path, *swap_files(settings))}
+def _files(settings: Config) -> tuple[Path, ...]:
+    """What a reload reads."""
+    return (settings.path, *swap_files(settings))
 
 
 async def _reload(runtime: Runtime, reload: asyncio.Event) -> None:
