@@ -55,7 +55,7 @@ def build_app(config: Config) -> web.Application:
 
 
 def server_options() -> dict[str, Any]:
-    """What `web.AppRunner` needs to keep this program's promises."""
+    """What `web.AppRunner` needs to keep this program's promises; `connections.listen` lets clients in."""
     return {
         "handler_cancellation": True,  # else a client that has gone keeps its place in the queue
         "auto_decompress": False,  # a body goes on as it came, and its header stays true

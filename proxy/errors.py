@@ -4,6 +4,7 @@ ProxyError 500 server_error
 ├─ ConfigError            the configuration file (never reaches a client)
 ├─ BadRequest 400 invalid_request_error
 │  ├─ Unauthorized 401 · Forbidden 403 · NotFound 404 · MethodNotAllowed 405 · BodyTooLarge 413
+│  ├─ HeadTooLarge 431
 ├─ LeaseError
 │  ├─ QueueFull 429       no room to wait; Retry-After
 │  ├─ WaitTooLong 503     stood in line longer than allowed
@@ -97,6 +98,13 @@ class BodyTooLarge(BadRequest):
 
     status = 413
     code = "body_too_large"
+
+
+class HeadTooLarge(BadRequest):
+    """A line of the request's head is over what is read of one."""
+
+    status = 431
+    code = "head_too_large"
 
 
 class LeaseError(ProxyError):

@@ -16,6 +16,7 @@ from proxy import auth, config, logs
 from proxy.app import RUNTIME, build_app, server_options
 from proxy.classify import Classifier
 from proxy.config import Config
+from proxy.connections import listen
 from proxy.errors import ConfigError, ProxyError
 from proxy.line import Mode
 from proxy.rooms import swap_files
@@ -43,14 +44,13 @@ async def serve(settings: Config) -> None:
         asyncio.create_task(_reload(runtime, reload)),
     ]
     try:
-        site = web.TCPSite(runner, host, port, reuse_address=True, backlog=512)
-        await site.start()
-        watching.append(asyncio.create_task(_welcome(runtime)))  # not before its address answers
-        _announce(runtime)
-        _settle_heap()
-        await stop.wait()
-        logger.info("stopping: no new requests, those that run have %g s", runtime.config.drain_timeout)
-        await runtime.drain()
+        with contextlib.closing(await listen(runner, host, port, backlog=512)):
+            watching.append(asyncio.create_task(_welcome(runtime)))  # not before its address answers
+            _announce(runtime)
+            _settle_heap()
+            await stop.wait()
+            logger.info("stopping: no new requests, those that run have %g s", runtime.config.drain_timeout)
+            await runtime.drain()
     finally:
         for task in watching:
             task.cancel()

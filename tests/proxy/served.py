@@ -12,6 +12,7 @@ from multidict import CIMultiDict
 
 from proxy.app import RUNTIME, build_app, server_options
 from proxy.config import Config, LeaseConfig, Upstream
+from proxy.connections import listen
 from proxy.runtime import Runtime
 from tests.fakes import FaultyUpstream, RawClient
 
@@ -40,6 +41,7 @@ class Served:
     url: str
     runtime: Runtime
     runner: web.AppRunner
+    listening: asyncio.Server
     http: aiohttp.ClientSession
 
     async def ask(self, method: str, path: str, *, headers: Mapping[str, str] | None = None, **options: Any) -> Reply:
@@ -81,6 +83,7 @@ class Served:
 
     async def close(self) -> None:
         await self.http.close()
+        self.listening.close()
         await self.runner.cleanup()
 
 
@@ -121,6 +124,6 @@ async def serve(config: Mapping[str, Any]) -> Served:
     app = build_app(Config.model_validate(config))
     runner = web.AppRunner(app, shutdown_timeout=0.1, **server_options())
     await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", 0).start()
-    url = "http://{}:{}".format(*runner.addresses[0][:2])
-    return Served(url, app[RUNTIME], runner, aiohttp.ClientSession(url))
+    listening = await listen(runner, "127.0.0.1", 0)
+    url = "http://{}:{}".format(*listening.sockets[0].getsockname())
+    return Served(url, app[RUNTIME], runner, listening, aiohttp.ClientSession(url))

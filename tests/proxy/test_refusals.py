@@ -381,26 +381,34 @@ async def test_a_query_of_10_kb_passes(fault: StartFault) -> None:
 
 
 @pytest.mark.parametrize(
-    "head",
+    ("status", "head"),
     [
-        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * 100_000 + b"\r\n\r\n",
-        b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        b"junk\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nno colon\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"".join(b"X-%d: 1\r\n" % n for n in range(500)) + b"\r\n",
+        (431, b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * 100_000 + b"\r\n\r\n"),
+        (431, b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n"),
+        (400, b"junk\r\n\r\n"),
+        (400, b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"),
+        (400, b"GET /health HTTP/1.1\r\nno colon\r\n\r\n"),
+        (400, b"GET /health HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n"),
+        (400, b"GET / HTTP/1.1\r\nHost: localhost\r\n" + b"".join(b"X-%d: 1\r\n" % n for n in range(500)) + b"\r\n"),
     ],
-    ids=["long header", "long line", "junk", "no colon", "length", "many headers"],
+    ids=["long header", "long line", "junk", "TLS", "no colon", "length", "many headers"],
 )
-async def test_what_is_not_http_is_400_and_one_line_in_the_log(
-    serve_proxy: Serve, head: bytes, caplog: pytest.LogCaptureFixture
+async def test_what_is_not_http_gets_an_error_object_and_one_line_in_the_log(
+    serve_proxy: Serve, status: int, head: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     proxy = await serve_proxy(in_front_of("http://127.0.0.1:9"))
     async with proxy.raw() as client:
-        await client.send(head)
-        assert (await client.read_head())[0] == 400
-        await client.read_rest()
+        for sent, expected in ((b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", 200), (head, status)):
+            await client.send(sent)
+            got, headers = await client.read_head()
+            body = await client.read_body(headers)
+            assert got == expected
+        assert (headers["content-type"].partition(";")[0], headers["connection"]) == (JSON, "close")
+        error = json.loads(body)["error"]
+        assert (set(error), error["type"]) == ({"message", "type", "param", "code"}, "invalid_request_error")
+        assert ("65536 bytes" if status == 431 else "read as HTTP") in error["message"]
+        assert await client.read_rest() == b""
     await untouched(proxy)
     told = [record for record in caplog.records if record.name == "proxy.http" and record.levelname != "DEBUG"]
     assert all("\n" not in record.getMessage() and not record.exc_info for record in told)
