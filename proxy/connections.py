@@ -8,6 +8,8 @@ from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from proxy.app import server_options
 from proxy.errors import BadRequest, HeadTooLarge
 
+_LOOK = 0.02  # seconds
+
 
 class Connection(web.RequestHandler):
     """aiohttp answers in plain text what never becomes a request, and so never comes to the app. Here it is an error
@@ -34,6 +36,19 @@ class Connection(web.RequestHandler):
         response = web.json_response(error.body(), status=error.status, headers={"Connection": "close"})
         response.force_close()
         return response
+
+
+async def read_out(server: web.Server, until: float) -> bool:
+    """Wait, until the loop's time `until` at most, for clients to take what was written to them and waits in their
+    connections' buffers; says whether they have."""
+    loop = asyncio.get_running_loop()
+    while any(
+        connection.transport and connection.transport.get_write_buffer_size() for connection in server.connections
+    ):
+        if loop.time() >= until:
+            return False
+        await asyncio.sleep(_LOOK)
+    return True
 
 
 async def listen(runner: web.AppRunner, host: str, port: int, *, backlog: int = 128) -> asyncio.Server:

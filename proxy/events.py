@@ -73,6 +73,7 @@ class EventFeed:
         self._offset = wall() - clock()
         self._began = clock()
         self._news = asyncio.Event()
+        self._writing: set[asyncio.Timeout] = set()
         self.closed = False
 
     def __repr__(self) -> str:
@@ -177,9 +178,21 @@ class EventFeed:
             return
 
     def close(self) -> None:
-        """End all streams; the server stops."""
+        """End all streams; the server stops, and waits for no reader."""
         self.closed = True
         self._news.set()
+        for limit in self._writing:
+            if not limit.expired():
+                limit.reschedule(asyncio.get_running_loop().time())
+
+    async def write(self, response: web.StreamResponse, data: bytes, stall: float) -> None:
+        """Send to one reader. Raises TimeoutError after `stall` seconds, and when the feed is closed meanwhile."""
+        async with asyncio.timeout(stall) as limit:
+            self._writing.add(limit)
+            try:
+                await response.write(data)
+            finally:
+                self._writing.discard(limit)
 
     def _start(self) -> int:
         """The number before the first event that a new reader gets."""
@@ -203,20 +216,20 @@ async def stream(
     position = feed.position(request.headers.get("Last-Event-ID"))
     number = position.number
     try:
-        await _write(response, _greeting(position), stall)
+        await feed.write(response, _greeting(position), stall)
         while not feed.closed and (batch := feed.after(number)) is not None:
             if batch:
-                await _write(response, b"".join(feed.encode(*numbered) for numbered in batch), stall)
+                await feed.write(response, b"".join(feed.encode(*numbered) for numbered in batch), stall)
                 number = batch[-1][0]
                 continue
             seen = feed.last_id
             await feed.news(alive)
             if seen == feed.last_id and not feed.closed:
-                await _write(response, b": alive\n\n", stall)
+                await feed.write(response, b": alive\n\n", stall)
     except (TimeoutError, ConnectionError):
         _drop(request)
     else:
-        if not feed.closed:
+        if not feed.closed or _lags(request):
             _drop(request)
     return response
 
@@ -229,9 +242,9 @@ def _greeting(position: Position) -> bytes:
     return retry + b"event: reset\ndata: " + json.dumps({"reason": position.lost}).encode() + b"\n\n"
 
 
-async def _write(response: web.StreamResponse, data: bytes, stall: float) -> None:
-    async with asyncio.timeout(stall):
-        await response.write(data)
+def _lags(request: web.Request) -> bool:
+    """Its client has not taken everything that was written."""
+    return request.transport is not None and request.transport.get_write_buffer_size() > 0
 
 
 def _drop(request: web.Request) -> None:

@@ -9,6 +9,7 @@ import logging
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import backends
 from backends.api import SpeechBackend
@@ -64,6 +65,7 @@ class Runtime:
         self._residents: dict[str, Residents] = {}
         self._watching: list[asyncio.Task[None]] = []
         self._background: set[asyncio.Task[None]] = set()
+        self._requests: set[asyncio.Task[Any]] = set()  # that had a lease, or wait for one, and are not over yet
 
     async def start(self) -> None:
         """Open the client session and start the servers of `command`. Does not wait until they are healthy."""
@@ -71,13 +73,18 @@ class Runtime:
         self._bring_up(self.config)
 
     async def drain(self) -> None:
-        """Refuse new requests and those that wait; let those that run finish within drain_timeout."""
+        """Refuse new requests and those that wait; let those that run finish, to the last byte that a slow client reads
+        after the lease, within drain_timeout."""
         self.stopping = True
         for lease in self.leases.values():
             lease.close()
-        drained = await asyncio.gather(*(lease.drain(self.config.drain_timeout) for lease in self.leases.values()))
+        patience, loop = self.config.drain_timeout, asyncio.get_running_loop()
+        until = loop.time() + patience
+        drained = await asyncio.gather(*(lease.drain(patience) for lease in self.leases.values()))
         if not all(drained):
-            logger.warning("some requests were still running after drain_timeout, %g s", self.config.drain_timeout)
+            logger.warning("some requests were still running after drain_timeout, %g s", patience)
+        elif requests := self._requests - {asyncio.current_task()}:
+            await asyncio.wait(requests, timeout=until - loop.time())
 
     async def stop(self) -> None:
         """Take everything down; `drain` comes first where requests may run."""
@@ -162,7 +169,13 @@ class Runtime:
         return self._rules[self._lease_name(plan)]
 
     def hold(self, plan: Plan, request_id: str, max_wait: float | None = None) -> Hold:
-        """The hold for a plan that takes a lease."""
+        """The hold for a plan that takes a lease; the task that asks is the request's."""
+        if (task := asyncio.current_task()) is not None and task not in self._requests:
+            self._requests.add(task)
+            task.add_done_callback(self._requests.discard)
+        return self._hold(plan, request_id, max_wait)
+
+    def _hold(self, plan: Plan, request_id: str, max_wait: float | None = None) -> Hold:
         if self.stopping:
             raise LeaseClosed
         assert plan.mode is not None
@@ -214,7 +227,7 @@ class Runtime:
         """The lease for work that no client waits for on a connection: a slice of a speech job."""
         plan = self.plan("POST", "/v1/audio/speech", model)
         await self.before_lease(plan)
-        async with self.hold(plan, request_id) as hold:
+        async with self._hold(plan, request_id) as hold:
             yield hold
 
     # -- building -----------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from proxy import auth, config, logs
 from proxy.app import RUNTIME, build_app, server_options
 from proxy.classify import Classifier
 from proxy.config import Config
-from proxy.connections import listen
+from proxy.connections import listen, read_out
 from proxy.errors import ConfigError, ProxyError
 from proxy.line import Mode
 from proxy.rooms import swap_files
@@ -25,13 +25,15 @@ from proxy.watch import watch
 
 logger = logging.getLogger(__name__)
 
+_LAST_MOMENT = 1.0  # seconds in which what is cut off at the end can still put its things in order
+
 
 async def serve(settings: Config) -> None:
     """Serve until SIGTERM or SIGINT. Raises ConfigError and OSError (the port is taken) before it has begun."""
     app = build_app(settings)
     runtime = app[RUNTIME]
     host, port = settings.address
-    runner = web.AppRunner(app, shutdown_timeout=1.0, **server_options())
+    runner = web.AppRunner(app, shutdown_timeout=_LAST_MOMENT, **server_options())
     stop = asyncio.Event()
     reload = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -50,13 +52,28 @@ async def serve(settings: Config) -> None:
             _settle_heap()
             await stop.wait()
             logger.info("stopping: no new requests, those that run have %g s", runtime.config.drain_timeout)
-            await runtime.drain()
+            await finish(runtime, runner)
     finally:
         for task in watching:
             task.cancel()
         await asyncio.gather(*watching, return_exceptions=True)
         await runner.cleanup()
     logger.info("stopped")
+
+
+async def finish(runtime: Runtime, runner: web.AppRunner) -> None:
+    """Let the requests that run come to their end, and their clients read it; drain_timeout is for all of it.
+
+    Nobody waits for connections that are idle, for readers of the feed, or for requests that never had the lease.
+    """
+    until = asyncio.get_running_loop().time() + runtime.config.drain_timeout
+    await runtime.drain()
+    runtime.feed.close()
+    assert runner.server is not None
+    if not await read_out(runner.server, until):
+        logger.warning(
+            "some clients had not read their answers after drain_timeout, %g s", runtime.config.drain_timeout
+        )
 
 
 def _settle_heap() -> None:

@@ -353,6 +353,57 @@ async def test_a_stream_that_waits_while_the_server_drains_gets_the_reason_as_an
         await asyncio.gather(running, draining)
 
 
+async def test_a_slow_client_can_read_all_of_its_answer_before_the_server_ends(serve_proxy: Serve) -> None:
+    size = 8 << 20
+    async with FaultyUpstream(faults.huge(size)) as upstream:
+        proxy = await serve_proxy(in_front_of(upstream.url, drain_timeout=3600))
+        async with proxy.raw(small_buffers=True) as slow:
+            await slow.post(CHAT, chat("t"))
+            await slow.read_head()
+            await proxy.idle()
+            draining = asyncio.create_task(proxy.runtime.drain())
+            await asyncio.wait({draining}, timeout=0.3)
+            assert not draining.done()  # some of it lies in the spool
+            body = b""
+            while not draining.done():
+                body += await slow.read(1 << 16)
+            ending = asyncio.create_task(serve.finish(proxy.runtime, proxy.runner))
+            await asyncio.wait({ending}, timeout=0.3)
+            assert not ending.done()  # the rest is in the connection's buffer
+            body += await slow.read(size - len(body))
+            await ending
+            assert body == bytes(range(256)) * (size // 256)
+
+
+async def test_a_client_that_does_not_read_holds_up_the_end_for_drain_timeout_and_no_longer(
+    serve_proxy: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with FaultyUpstream(faults.huge(20 << 20)) as upstream:
+        proxy = await serve_proxy(in_front_of(upstream.url, drain_timeout=0.2))
+        async with proxy.raw(small_buffers=True) as slow:
+            await slow.post(CHAT, chat("t"))
+            await slow.read_head()
+            await proxy.idle()
+            await serve.finish(proxy.runtime, proxy.runner)
+            assert "had not read their answers after drain_timeout" in caplog.text
+
+
+async def test_nobody_waits_for_idle_connections_readers_of_the_feed_and_slow_uploaders(serve_proxy: Serve) -> None:
+    async with FaultyUpstream(faults.ok) as upstream:
+        proxy = await serve_proxy(in_front_of(upstream.url, drain_timeout=3600))
+        assert (await proxy.chat()).status == 200
+        async with proxy.raw() as idle, proxy.raw() as reader, proxy.raw() as uploader:
+            await idle.head("GET", "/health")
+            await idle.read_body((await idle.read_head())[1])
+            await reader.head("GET", "/lease/events")
+            await reader.read_until(b"retry: 1000")
+            await uploader.head("POST", CHAT, 1000)
+            await uploader.send(b"{")
+            await serve.finish(proxy.runtime, proxy.runner)
+            await proxy.close()
+            assert (await reader.read_rest()).endswith(b"0\r\n\r\n")
+
+
 async def test_what_still_runs_after_drain_timeout_is_cut_off(
     serve_proxy: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
