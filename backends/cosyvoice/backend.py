@@ -30,6 +30,7 @@ from backends.cosyvoice.speech_lm import LanguageModel, LMPrompt, open_speech_lm
 from backends.cosyvoice.stream import TokenStream
 from backends.cosyvoice.tokenizer import FOLDER, Tokenizer, read_vocabulary
 from backends.cosyvoice.tokens_to_audio import TokensToAudio
+from backends.cosyvoice.vocoder import Vocoder
 from backends.cosyvoice.voice_cache import VoiceCache
 from backends.cosyvoice.voice_encoder import VoiceEncoder, VoiceFeatures, check_recording
 from backends.cosyvoice.voices import VoiceLibrary, check_id
@@ -43,6 +44,9 @@ _LOOK_UP = 0.1  # seconds between two looks at the cancel flag while another req
 
 OpenLM = Callable[..., LanguageModel]
 """Called as `open_speech_lm` is."""
+
+OpenVocoder = Callable[..., Vocoder]
+"""Called as `load_vocoder` is."""
 
 
 def create(name: str, options: Mapping[str, Any], data_dir: Path, resolve: Callable[[str], Path] = Path) -> "CosyVoice":
@@ -66,14 +70,21 @@ class CosyVoice:
     can_clone = True
 
     def __init__(
-        self, name: str, options: CosyVoiceOptions, data_dir: Path, *, open_lm: OpenLM = open_speech_lm
+        self,
+        name: str,
+        options: CosyVoiceOptions,
+        data_dir: Path,
+        *,
+        open_lm: OpenLM = open_speech_lm,
+        open_vocoder: OpenVocoder = load_vocoder,
     ) -> None:
-        """Reads no weights. `open_lm` makes the language model when the backend is loaded."""
+        """Reads no weights. `open_lm` and `open_vocoder` make those parts when the backend is loaded."""
         self.name = name
         # Without streaming the mel is stretched, which keeps the pitch; with it the caller changes the tempo.
         self.speed_range = (1.0, 1.0) if options.streaming else (0.5, 2.0)
         self._options = options
         self._open_lm = open_lm
+        self._open_vocoder = open_vocoder
         self._threads = options.threads or min(8, _cores())
         self._library = VoiceLibrary(data_dir / "voices" / name)
         self._encoder = VoiceEncoder(options.model_dir, threads=self._threads)
@@ -187,7 +198,7 @@ class CosyVoice:
                 max_cached_seconds=options.max_cached_seconds,
             )
             # The vocoder stays in float32: its phases grow to a hundred thousand, where float16 ends at 65504.
-            vocoder = load_vocoder(paths["hift.pt"], device=device)
+            vocoder = self._open_vocoder(paths["hift.pt"], device=device)
         gpu_layers = options.gpu_layers if options.gpu_layers is not None else 0 if device.type == "cpu" else -1
         llm = options.llm or find_llm(folder)
         lm = self._open_lm(

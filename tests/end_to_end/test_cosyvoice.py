@@ -20,6 +20,7 @@ from openai import AsyncOpenAI
 
 import backends
 from backends.cosyvoice.backend import CosyVoice
+from backends.cosyvoice.checkpoint import load_vocoder
 from backends.cosyvoice.options import CosyVoiceOptions
 from backends.cosyvoice.speech_lm import open_speech_lm
 from proxy import check
@@ -28,7 +29,7 @@ from proxy.app import RUNTIME, build_app, server_options
 from proxy.config import Config
 from proxy.errors import ConfigError
 from proxy.runtime import create_backends
-from tests.backends.cosyvoice.doubles import Gate, Wrapped
+from tests.backends.cosyvoice.doubles import Gate, Wrapped, WrappedVocoder
 from tests.backends.readers import all_readers
 from tests.tiny_cosyvoice import DATA, build
 
@@ -94,14 +95,22 @@ class Running:
 
 @asynccontextmanager
 async def running(
-    model: Path, data: Path, before: Callable[[int], None] = lambda token: None, **more: Any
+    model: Path,
+    data: Path,
+    before: Callable[[int], None] = lambda token: None,
+    before_audio: Callable[[], None] = lambda: None,
+    **more: Any,
 ) -> AsyncIterator[Running]:
-    """`before(n)` is called before token n of each generation, in the thread that makes it."""
+    """`before(n)` is called before token n of each generation, in the thread that makes it; `before_audio()` before
+    each call of the vocoder."""
     lms: list[Wrapped] = []
 
     def open_lm(path: Path, **arguments: Any) -> Wrapped:
         lms.append(Wrapped(open_speech_lm(path, **arguments), before))
         return lms[-1]
+
+    def open_vocoder(path: Path, **arguments: Any) -> Any:
+        return WrappedVocoder(load_vocoder(path, **arguments), before_audio)
 
     given = options(model, **more)
     config = Config.model_validate(
@@ -112,7 +121,9 @@ async def running(
         }
     )
     app = build_app(config)
-    app[RUNTIME].backends["cv"] = CosyVoice("cv", CosyVoiceOptions.model_validate(given), data, open_lm=open_lm)
+    app[RUNTIME].backends["cv"] = CosyVoice(
+        "cv", CosyVoiceOptions.model_validate(given), data, open_lm=open_lm, open_vocoder=open_vocoder
+    )
     runner = web.AppRunner(app, shutdown_timeout=0.1, **server_options())
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -191,6 +202,44 @@ async def test_a_client_who_goes_stops_the_work_and_the_next_begins_when_its_thr
         assert proxy.lm.events == ["warmed", "began 1", "ended 1", "began 2", "ended 2"]
         await asyncio.gather(gone, return_exceptions=True)
         await proxy.free()
+    assert not [thread for thread in threading.enumerate() if thread.name == "speech tokens"]
+
+
+@pytest.mark.parametrize(
+    ("streaming", "call"), [(True, 1), (True, 2), (False, 1)], ids=["first audio", "later audio", "all at once"]
+)
+async def test_a_client_who_goes_while_the_vocoder_works_stops_the_work_behind_this_call(
+    model: Path, data: Path, streaming: bool, call: int
+) -> None:
+    """The given call of the vocoder goes on until the request has been cancelled: a slow one."""
+    gate = Gate()
+    calls = 0
+
+    def before_audio() -> None:
+        nonlocal calls
+        if proxy.lms and "began 1" in proxy.lm.events and "began 2" not in proxy.lm.events:
+            calls += 1
+            if calls == call:
+                gate.wait()
+                proxy.lm.until_stopped()
+
+    async with running(model, data, before_audio=before_audio, streaming=streaming) as proxy:
+        body = {"model": "cosyvoice", "input": f"{LONG} {LONG}", "voice": "anna", "response_format": "pcm"}
+        gone = asyncio.create_task(proxy.client.post(SPEECH, json=body))
+        await asyncio.to_thread(gate.reached)
+        following = asyncio.create_task(proxy.speak())
+        gate.open()
+        if call == 2:
+            reply = await gone  # the first audio has come
+            assert await reply.content.readany()
+            reply.close()
+        gone.cancel()
+        assert await following
+        assert calls == call
+        assert proxy.lm.events == ["warmed", "began 1", "ended 1", "began 2", "ended 2"]
+        await asyncio.gather(gone, return_exceptions=True)
+        await proxy.free()
+        assert await proxy.speak()
     assert not [thread for thread in threading.enumerate() if thread.name == "speech tokens"]
 
 

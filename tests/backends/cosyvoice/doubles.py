@@ -1,11 +1,14 @@
-"""Language models with gates, around the real one or none: what a test needs to stop time at a token."""
+"""Language models and vocoders with gates, around the real one or none: what a test needs to stop time at a token."""
 
 import itertools
 import threading
 import time
 from collections.abc import Callable, Generator
 
+from torch import Tensor
+
 from backends.cosyvoice.speech_lm import LanguageModel, LMPrompt
+from backends.cosyvoice.vocoder import Vocoder, VocoderState
 
 
 class Gate:
@@ -76,6 +79,24 @@ class Wrapped:
         finally:
             tokens.close()
             self.events.append(f"ended {run}")
+
+
+class WrappedVocoder:
+    """A vocoder that does what it wraps does, and something before each call, in the thread that calls."""
+
+    def __init__(self, inner: Vocoder, before: Callable[[], None]) -> None:
+        self._inner, self._before = inner, before
+
+    def start(self) -> VocoderState:
+        return self._inner.start()
+
+    def step(self, mel: Tensor, state: VocoderState, *, final: bool = False) -> tuple[Tensor, VocoderState]:
+        self._before()
+        return self._inner.step(mel, state, final=final)
+
+    def whole(self, mel: Tensor, *, final: bool = True) -> Tensor:
+        self._before()
+        return self._inner.whole(mel, final=final)
 
 
 class Scripted:
