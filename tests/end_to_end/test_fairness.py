@@ -2,7 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,84 @@ async def ask(http: aiohttp.ClientSession, url: str, model: str) -> bytes:
         body = await reply.read()
         assert reply.status == 200, body
         return body
+
+
+class Load:
+    """Chat streams started every second, each three seconds long, and one speech request in between.
+
+    Seconds are ticks of the test: gates let the streams end, and the swapper's log tells who was served when.
+    `send` is `ask` without its model; `waiting` tells how many requests wait in front of the swapper.
+    """
+
+    LENGTH, SPEECH_AT, TICKS = 3, 5, 16
+
+    def __init__(
+        self, fake: FakeSwapper, send: Callable[[str], Coroutine[Any, Any, bytes]], waiting: Callable[[], int]
+    ) -> None:
+        self.fake = fake
+        self._send = send
+        self._waiting = waiting
+        self._sent: list[asyncio.Task[bytes]] = []
+        self.running = 0
+        self.since = 0
+        """Streams that ran, and events that had happened, when the speech request came."""
+
+    async def run(self, each_tick: Callable[[], None] = lambda: None) -> None:
+        gates = [self.fake.hold("q", after=1) for _ in range(self.TICKS)]
+        streams: list[asyncio.Task[bytes]] = []
+        for tick in range(self.TICKS):
+            if tick >= self.LENGTH:
+                gates[tick - self.LENGTH].open()
+                await streams[tick - self.LENGTH]
+            streams.append(await self._come("q"))
+            if tick == self.SPEECH_AT:
+                self.running, self.since = self.fake.in_flight["q"], len(self.fake.events)
+                await self._come("t")
+            each_tick()
+        for gate in gates:
+            gate.open()
+        await asyncio.gather(*self._sent)
+
+    def since_speech_came(self, *kinds: str) -> list[str]:
+        """What has happened since then: "served q", "done q", "load t", ..."""
+        return [f"{event.kind} {event.model}" for event in self.fake.events[self.since :] if event.kind in kinds]
+
+    async def _come(self, model: str) -> asyncio.Task[bytes]:
+        """Send, and return when the request has arrived at the swapper or waits in front."""
+        self._sent.append(asyncio.create_task(self._send(model)))
+        await until(lambda: len(self.fake.events_of("arrived")) + self._waiting() == len(self._sent))
+        return self._sent[-1]
+
+
+async def test_on_the_swapper_alone_speech_starves_until_the_streams_stop(http: aiohttp.ClientSession) -> None:
+    async with FakeSwapper(["q", "t"], matrix="q | t") as fake:
+        load = Load(fake, partial(ask, http, fake.url), lambda: 0)
+
+        def starves() -> None:
+            if load.since:  # it has come
+                assert fake.in_flight["q"] >= load.LENGTH - 1
+                assert fake.loads == ["q"]
+
+        await load.run(starves)
+        served = load.since_speech_came("served")
+        assert served == ["served q"] * (load.TICKS - load.SPEECH_AT - 1) + ["served t"]
+
+
+@pytest.mark.parametrize("lease", ORDERS, ids=lambda lease: lease["order"])
+async def test_among_the_same_streams_speech_waits_for_those_that_ran_when_it_came_and_no_longer(
+    http: aiohttp.ClientSession, tmp_path: Path, lease: dict[str, Any]
+) -> None:
+    async with (
+        FakeSwapper(["q", "t"], matrix="q | t") as fake,
+        in_front_of(fake, tmp_path, speech="t", **lease) as front,
+    ):
+        load = Load(fake, partial(ask, http, front.url), lambda: len(front.lease.snapshot().waiting))
+        await load.run()
+        until_served = load.since_speech_came("served", "done", "load")
+        assert load.running == load.LENGTH
+        assert until_served[: load.running + 2] == ["done q"] * load.running + ["load t", "served t"]
+        assert until_served.count("served q") == load.TICKS - load.SPEECH_AT - 1
+        await front.empty()
 
 
 @pytest.mark.parametrize("lease", ORDERS, ids=lambda lease: lease["order"])
