@@ -26,6 +26,8 @@ async def watch(names: Callable[[], Iterable[Path]], changed: Callable[[], objec
     `names` is asked every `look` seconds: a reload may name other files. A folder that has gone is told once, and
     watched again when it is back.
     """
+    # It tells of every change in the folder, and a log that lies there is changed by that.
+    logging.getLogger("watchfiles").setLevel(logging.WARNING)
     known: dict[Path, Target] = {}
     missing: set[Path] = set()
     trouble = ""

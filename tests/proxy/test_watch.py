@@ -78,6 +78,17 @@ async def test_a_file_that_is_written_or_replaced_is_noticed(file: Path) -> None
         await watched.notices(lambda: (file.parent / "new").rename(file))
 
 
+async def test_changes_of_other_files_leave_no_trace_in_the_log_which_may_be_one_of_them(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG")
+    async with watching(file) as watched:
+        await watched.watches(file)
+        append(file.parent / "llama-lease.log")
+        await watched.looks(3)
+        assert [record.name for record in caplog.records if record.name.startswith("watchfiles")] == []
+
+
 async def test_a_folder_that_goes_is_told_once_and_watched_again_when_it_is_back(
     file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
