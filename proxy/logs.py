@@ -11,7 +11,6 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Mapping
 from typing import Any, Literal, TextIO
 
 _PLAIN = re.compile(r"[A-Za-z0-9_./:+@%,()-]+")
@@ -39,9 +38,14 @@ class TextFormatter(logging.Formatter):
     """2026-11-30T17:40:00.123Z INFO proxy.lease: message key=value; a traceback on the lines after it."""
 
     def format(self, record: logging.LogRecord) -> str:
-        words = [_time(record), record.levelname, record.name + ":", record.getMessage()]
-        words += [f"{key}={_word(value)}" for key, value in _fields(record).items()]
-        line = " ".join(words)
+        line = f"{_time(record)} {record.levelname} {record.name}: {record.getMessage()}"
+        if fields := _fields(record):
+            line += "".join(
+                [
+                    f" {key}={value:.3f}" if isinstance(value, float) else f" {key}={_word(value)}"
+                    for key, value in fields.items()
+                ]
+            )
         error = _exception(self, record)
         return f"{line}\n{error}" if error else line
 
@@ -73,18 +77,15 @@ def _second(unix: int) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(unix))
 
 
-def _fields(record: logging.LogRecord) -> Mapping[str, Any]:
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
     fields = getattr(record, "fields", None)
-    return fields if isinstance(fields, Mapping) else {}
+    return fields if isinstance(fields, dict) else {}
 
 
+@functools.lru_cache(maxsize=512, typed=True)
 def _word(value: object) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else _quoted(str(value))
-
-
-@functools.lru_cache(maxsize=512)
-def _quoted(text: str) -> str:
-    """A text as one word; a client's own (a model's name) cannot begin a new line or a new key."""
+    """A value as one word; a client's own text (a model's name) cannot begin a new line or a new key."""
+    text = str(value)
     if len(text) > _LONGEST_VALUE:
         text = text[:_LONGEST_VALUE] + "..."
     return text if _PLAIN.fullmatch(text) else json.dumps(text)

@@ -8,10 +8,10 @@
 
 import asyncio
 from collections.abc import Iterator, Mapping, MutableMapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, Self
 
 from proxy.errors import ConfigError
 
@@ -90,13 +90,21 @@ class NoTracing:
     def request_span(
         self, headers: Mapping[str, str], name: str, attributes: Attributes = _NONE
     ) -> AbstractContextManager[RequestTrace]:
-        return nullcontext(_NoSpan())
+        return _NO_SPAN
 
     async def close(self) -> None:
         return None
 
 
 class _NoSpan:
+    """Every span of a request that is not traced, and the context manager of each."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
     def set(self, attributes: Attributes) -> None:
         pass
 
@@ -104,15 +112,18 @@ class _NoSpan:
         pass
 
     def queue(self, attributes: Attributes = _NONE) -> AbstractContextManager[Step]:
-        return nullcontext(self)
+        return self
 
     def upstream(
         self, headers_out: MutableMapping[str, str], attributes: Attributes = _NONE
     ) -> AbstractContextManager[Step]:
-        return nullcontext(self)
+        return self
 
     def speech(self, attributes: Attributes = _NONE) -> AbstractContextManager[Step]:
-        return nullcontext(self)
+        return self
+
+
+_NO_SPAN = _NoSpan()
 
 
 class OpenTelemetryTracing:
