@@ -180,6 +180,7 @@ def _middleware(runtime: Runtime) -> Any:
                 raise
             finally:
                 live.discard(fact.id)
+                runtime.requests.pop(fact.id, None)
                 trace.set({"http.response.status_code": code})
                 if not fact.watches:
                     seconds = time.monotonic() - started

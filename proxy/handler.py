@@ -258,6 +258,7 @@ class _Turn:
         await self._runtime.before_lease(plan)
         if plan.mode is not None:
             hold = self._runtime.hold(plan, fact.id, max_wait(self._request))
+            self._runtime.requests[fact.id] = fact.task
             try:
                 with fact.trace.queue({"llama_lease.mode": str(plan.mode)}):
                     await hold.__aenter__()

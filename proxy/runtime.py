@@ -65,7 +65,8 @@ class Runtime:
         self._residents: dict[str, Residents] = {}
         self._watching: list[asyncio.Task[None]] = []
         self._background: set[asyncio.Task[None]] = set()
-        self._requests: set[asyncio.Task[Any]] = set()  # that had a lease, or wait for one, and are not over yet
+        self.requests: dict[str, asyncio.Task[Any] | None] = {}
+        """Those that had a lease, or wait for one, and are not over yet: id, task."""
 
     async def start(self) -> None:
         """Open the client session and start the servers of `command`. Does not wait until they are healthy."""
@@ -83,7 +84,7 @@ class Runtime:
         drained = await asyncio.gather(*(lease.drain(patience) for lease in self.leases.values()))
         if not all(drained):
             logger.warning("some requests were still running after drain_timeout, %g s", patience)
-        elif requests := self._requests - {asyncio.current_task()}:
+        elif requests := [task for task in self.requests.values() if task is not None]:
             await asyncio.wait(requests, timeout=until - loop.time())
 
     async def stop(self) -> None:
@@ -169,13 +170,7 @@ class Runtime:
         return self._rules[self._lease_name(plan)]
 
     def hold(self, plan: Plan, request_id: str, max_wait: float | None = None) -> Hold:
-        """The hold for a plan that takes a lease; the task that asks is the request's."""
-        if (task := asyncio.current_task()) is not None and task not in self._requests:
-            self._requests.add(task)
-            task.add_done_callback(self._requests.discard)
-        return self._hold(plan, request_id, max_wait)
-
-    def _hold(self, plan: Plan, request_id: str, max_wait: float | None = None) -> Hold:
+        """The hold for a plan that takes a lease."""
         if self.stopping:
             raise LeaseClosed
         assert plan.mode is not None
@@ -227,7 +222,7 @@ class Runtime:
         """The lease for work that no client waits for on a connection: a slice of a speech job."""
         plan = self.plan("POST", "/v1/audio/speech", model)
         await self.before_lease(plan)
-        async with self._hold(plan, request_id) as hold:
+        async with self.hold(plan, request_id) as hold:
             yield hold
 
     # -- building -----------------------------------------------------------------------------------------------
