@@ -3,7 +3,7 @@
 The published sizes with random weights, float32, one thread. Three ways to make the same mel: recomputed (the published
 code's way: prompt and all tokens so far for each chunk), continued with a cold voice (the prompt goes through the flow
 first), continued with a warm one. Two ways to make the same audio. FLOPs are counted at the published depth of 22, on
-shapes alone; times at --depth, 4 unless told: ratios hardly depend on it, but seconds do.
+shapes alone; times at --depth, 2 unless told: ratios hardly depend on it, but seconds do.
 """
 
 import itertools
@@ -31,6 +31,7 @@ Calls = Iterable[Callable[[], Tensor]]
 PUBLISHED_DEPTH = 22
 TOKENS_PER_SECOND = 25
 HELD_BACK = 8
+AGAIN = 2
 
 
 @dataclass
@@ -207,14 +208,15 @@ def at_published_depth(one: list[float], two: list[float]) -> list[float]:
 def measure_flow(report: Report, plan: Plan) -> None:
     bench = FlowBench(plan, plan.depth, "cpu")
     voice = bench.prepare()  # also warms up caches and memory
+    continued: dict[str, Callable[[], Calls]] = {
+        "continued, cold voice": partial(bench.continued, None),
+        "continued, warm voice": partial(bench.continued, voice),
+    }
     (recomputed, wanted), (cold, cold_mel), (warm, warm_mel) = timed(
-        {
-            "recomputed": partial(bench.recomputed, voice),
-            "continued, cold voice": partial(bench.continued, None),
-            "continued, warm voice": partial(bench.continued, voice),
-        },
-        plan.rounds,
+        {"recomputed": partial(bench.recomputed, voice), **continued}, plan.rounds
     )
+    # A chunk on its own is at the mercy of the machine's moods; the chunks that are cheap are made again.
+    (cold_again, _), (warm_again, _) = timed(continued, AGAIN)
     one, two = (FlowBench(plan, depth, plan.count_on) for depth in (1, 2))
     first, second = one.prepare(), two.prepare()
     recomputed.flops = at_published_depth(counted(one.recomputed(first)), counted(two.recomputed(second)))
@@ -223,8 +225,8 @@ def measure_flow(report: Report, plan: Plan) -> None:
     ways = [recomputed, cold, warm]
     add_tables(report, f"Flow, depth {plan.depth}", ways, f"FLOPs, depth {PUBLISHED_DEPTH}")
     report.targets += [
-        Target("flow, warm: last chunk / second chunk", warm.seconds[-1] / warm.seconds[1], 1.2, unit="x"),
-        Target("flow, cold: last chunk / second chunk", cold.seconds[-1] / cold.seconds[1], 1.2, unit="x"),
+        Target("flow, warm: last chunk / second chunk", last_of_second(warm, warm_again), 1.2, unit="x"),
+        Target("flow, cold: last chunk / second chunk", last_of_second(cold, cold_again), 1.2, unit="x"),
         Target("flow, warm: all chunks / recomputed", warm.total / recomputed.total, 0.17, unit="x"),
         Target("flow, cold: all chunks / recomputed", cold.total / recomputed.total, 0.22, unit="x"),
         Target("flow, warm: first chunk / recomputed", warm.seconds[0] / recomputed.seconds[0], 0.42, unit="x"),
@@ -243,6 +245,12 @@ def measure_flow(report: Report, plan: Plan) -> None:
         ],
     )
     report.data["flow"] = {way.name: {"seconds": way.seconds, "flops": way.flops} for way in ways}
+    report.data["flow again"] = {way.name: way.seconds for way in (cold_again, warm_again)}
+
+
+def last_of_second(*runs: Way) -> float:
+    """What the last chunk costs, in second chunks; the best of all runs for each."""
+    return min(way.seconds[-1] for way in runs) / min(way.seconds[1] for way in runs)
 
 
 def memory(bench: FlowBench, voice: VoicePrefix) -> list[float]:
@@ -288,7 +296,7 @@ def main() -> None:
         __doc__.partition("\n")[0],
         (
             "--depth",
-            {"type": int, "default": 4, "help": "transformer layers that are timed; 22 is the published depth"},
+            {"type": int, "default": 2, "help": "transformer layers that are timed; 22 is the published depth"},
         ),
         ("--rounds", {"type": int, "default": 1, "help": "the best of so many runs, on a machine that is not idle"}),
     )
@@ -306,6 +314,7 @@ def main() -> None:
     widths = "published widths" if plan.width == 1024 else "a sixteenth of the published widths"
     runs = "one run" if plan.rounds == 1 else f"best of {plan.rounds} runs for each chunk"
     report.notes.append(f"seconds are processor time of the one thread; random weights, {widths}, float32, {runs}")
+    report.notes.append(f"last chunk / second chunk: the best of {AGAIN} more runs, too")
     report.data["plan"] = asdict(plan)
     if arguments.quick:
         report.targets.clear()
