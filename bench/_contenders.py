@@ -160,6 +160,11 @@ def _llama_lease(folder: Path, upstream: int) -> tuple[list[str], dict[str, str]
     return [sys.executable, "-m", "proxy", "serve", "--config", "llama-lease.yaml"], {}, port
 
 
+def _bare_relay(folder: Path, upstream: int) -> tuple[list[str], dict[str, str], int]:
+    port = free_port()
+    return [sys.executable, "-m", "bench.bare_relay", str(port), str(upstream)], {}, port
+
+
 def _litellm(folder: Path, upstream: int) -> tuple[list[str], dict[str, str], int]:
     port = free_port()
     place = {"model": "openai/m", "api_base": f"http://127.0.0.1:{upstream}/v1", "api_key": "none"}
@@ -174,7 +179,7 @@ def _litellm(folder: Path, upstream: int) -> tuple[list[str], dict[str, str], in
     return command, env, port
 
 
-_COMMANDS = {"nginx": _nginx, "llama-lease": _llama_lease, "litellm": _litellm}
+_COMMANDS = {"nginx": _nginx, "bare aiohttp relay": _bare_relay, "llama-lease": _llama_lease, "litellm": _litellm}
 
 
 def free_port() -> int:

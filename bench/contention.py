@@ -75,7 +75,7 @@ def lost(played: Sequence[Played], limit: float) -> int:
 async def measure(quick: bool) -> Report:
     """Play everything. Returns what was found."""
     report = Report("contention", "Who waits how long for one GPU", quick)
-    seconds, count = (12.0, 1) if quick else (81.0, 2)
+    seconds, count = (12.0, 1) if quick else (72.0, 2)
     phases, alone = POLICIES[2].name, POLICIES[0].name
     policies = (POLICIES[0], POLICIES[2]) if quick else POLICIES
     for model in ("t", "v"):

@@ -96,7 +96,7 @@ def make_backend(folder: Path, name: str, delay: float, **more: Any) -> tuple[Co
 
 def main() -> None:
     chosen = options(__doc__ or "")
-    delay, rounds = (0.005, 1) if chosen.quick else (0.04, 5)
+    delay, rounds = (0.005, 1) if chosen.quick else (0.04, 3)
     torch.set_num_threads(1)  # the tiny networks are not worth a second one, which would wait for a core more than help
     with tempfile.TemporaryDirectory() as name:
         folder = build(Path(name))

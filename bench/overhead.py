@@ -1,4 +1,4 @@
-"""What stands between a client and its model costs: nothing, nginx, llama-lease, LiteLLM's proxy.
+"""What stands between a client and its model costs: nothing, nginx, a bare relay, llama-lease, LiteLLM's proxy.
 
 `python -m bench.overhead [--json PATH] [--quick]`. One tiny upstream, one load, rounds in alternating order.
 """
@@ -13,6 +13,7 @@ from bench._load import have_wrk, json_load, sse_load
 HEADERS = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
 CONNECTIONS = 16
 MIB_PER_50_000 = 5.0
+BARE = "bare aiohttp relay"
 LEAST_MS = 0.01
 """What nginx is taken to add to an event where less was measured: below, a shared machine tells nothing."""
 
@@ -72,13 +73,13 @@ def ratio(first: list[float], second: list[float]) -> float:
 def run(quick: bool) -> Report:
     """Measure everything that this machine has. Returns what was found."""
     report = Report("overhead", "What the proxy costs per request and per event", quick)
-    plan = Plan(1, 0.3, 0) if quick else Plan(5, 3, 50_000)
+    plan = Plan(1, 0.3, 0) if quick else Plan(5, 2, 50_000)
     if not quick and not available("litellm"):
         try:
             install_litellm()
         except subprocess.CalledProcessError as error:
             report.notes.append(f"LiteLLM could not be installed: {error}")
-    wanted = ["nginx", "llama-lease"] if quick else ["nginx", "llama-lease", "litellm"]
+    wanted = ["nginx", BARE, "llama-lease"] if quick else ["nginx", BARE, "llama-lease", "litellm"]
     names = [name for name in wanted if available(name)]
     report.notes += [f"{name} is not installed here and was left out" for name in wanted if name not in names]
     if not have_wrk():
@@ -86,7 +87,7 @@ def run(quick: bool) -> Report:
     with contenders(names) as servers:
         seen = {name: Seen() for name in servers}
         for server in servers.values():  # connections, code paths and caches, thrown away
-            measure(server, Seen(), replace(plan, seconds=plan.seconds / 3))
+            measure(server, Seen(), replace(plan, seconds=min(1.0, plan.seconds)))
         for number in range(plan.rounds):
             for name in list(servers)[:: 1 if number % 2 == 0 else -1]:
                 measure(servers[name], seen[name], plan)

@@ -206,7 +206,7 @@ def main() -> None:
         build(folder, quick=chosen.quick)
         report = Report("speech_lm", "A speech token of CosyVoice3's language model", quick=chosen.quick)
         for type in TYPES:
-            measure(report, folder, type, rounds=2 if chosen.quick else 5, tokens=5 if chosen.quick else 32)
+            measure(report, folder, type, rounds=2 if chosen.quick else 5, tokens=5 if chosen.quick else 24)
         report.notes.append("Random weights: speed and memory are those of the real model, what it says is noise.")
         report.notes.append("Peak memory counts the pages of the model file that were read, shared or not.")
         report.finish(chosen.json)
