@@ -29,7 +29,7 @@ def check_host(host: str, config: Config) -> None:
     )
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=32)
 def _is_ours(host: str, allowed_hosts: tuple[str, ...], listen: str) -> bool:
     name, allowed = hostname(host), [known.lower() for known in allowed_hosts]
     if not name:

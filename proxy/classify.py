@@ -30,6 +30,7 @@ class Source(StrEnum):
     NOWHERE = "nowhere"
 
 
+_LONGEST_NAME = 512
 _BODY = frozenset(
     [
         "/v1/chat/completions",
@@ -132,6 +133,14 @@ def source(method: str, path: str) -> Source:
     return Source.NOWHERE
 
 
+def _check_name(model: str, where: str) -> None:
+    """Names are kept: in metrics, in the record of the last tickets, in the log."""
+    if len(model) > _LONGEST_NAME:
+        raise BadRequest(f"{where} is over {_LONGEST_NAME} characters, longer than any name", param="model")
+    if not model.isprintable():
+        raise BadRequest(f"{where} holds characters that no name has", param="model")
+
+
 class Classifier:
     """The groups of one configuration, ready to be asked."""
 
@@ -184,8 +193,7 @@ class Classifier:
                     "the query parameter 'model' is missing; it names the model that answers", param="model"
                 )
             raise BadRequest("the field 'model' is missing; it names the model that answers", param="model")
-        if not model.isprintable():
-            raise BadRequest("the field 'model' holds characters that no name has", param="model")
+        _check_name(model, "the model in the path" if where is Source.PATH else "the field 'model'")
         name = model if where is Source.PATH else self._config.aliases.get(model, model)  # (4)
         renamed = f"alias of '{name}', which is " if name != model else ""
         group, why = self._group_of(name, path, known)  # (5)
@@ -233,8 +241,7 @@ class Classifier:
             if upstream is None:
                 raise NotFound(f"nothing answers {path} here")
             return Plan(ALL_MODELS, "", Mode.WRITE, upstream, None, "unloading stops requests in flight: exclusive")
-        if not model.isprintable():
-            raise BadRequest("the path holds characters that no model's name has", param="model")
+        _check_name(model, "the model in the path")
         name = self._config.aliases.get(model, model)
         group, _ = self._group_of(name, path, known)
         upstream = self._config.groups[group].upstream if group else self.default_upstream()

@@ -184,6 +184,15 @@ def test_a_model_that_cannot_be_printed_is_400(model: str) -> None:
     assert caught.value.param == "model"
 
 
+def test_a_model_is_not_named_at_any_length() -> None:
+    assert plan("POST", "/v1/chat/completions", "m" * 512, OPEN).model == "m" * 512
+    with pytest.raises(BadRequest, match="the field 'model' is over 512 characters") as caught:
+        plan("POST", "/v1/chat/completions", "m" * 513, OPEN)
+    assert caught.value.param == "model"
+    with pytest.raises(BadRequest, match="the model in the path is over 512 characters"):
+        plan("POST", f"/upstream/{'m' * 513}/x", config=OPEN)
+
+
 @pytest.mark.parametrize("path", ["/upstream/a%0Ab/x", "/api/models/unload/a%0Ab"])
 def test_a_path_whose_model_cannot_be_printed_is_400(path: str) -> None:
     with pytest.raises(BadRequest):
