@@ -16,6 +16,7 @@ import logging
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import chain
@@ -46,6 +47,7 @@ _NOT_RETURNED = _HOP_BY_HOP | {"x-request-id", "server-timing"}
 _UUID = re.compile(r"[0-9a-fA-F]{8}-?(?:[0-9a-fA-F]{4}-?){3}[0-9a-fA-F]{12}")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 _ERROR_BODY = 1 << 16
+_SENT_AT_ONCE = 1 << 15  # bytes that a new request's connection takes without waiting for the upstream
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,10 @@ class Upstream:
         self.config = config
         self.client = client
         self.count_error = on_error
-        self._timeout = aiohttp.ClientTimeout(total=None, sock_connect=config.timeouts.connect)
+        limits = config.timeouts
+        self._timeout = aiohttp.ClientTimeout(
+            total=None, connect=limits.connect, sock_connect=limits.connect, sock_read=limits.first_byte
+        )
         self._failed: dict[str, tuple[float, str]] = {}
 
     def refuse_failed(self, model: str) -> None:
@@ -222,30 +227,36 @@ class Upstream:
     async def _send(self, out: Outgoing) -> aiohttp.ClientResponse:
         """One try. Raises _Refused, _Disconnected, UpstreamTimeout, UpstreamError."""
         _reused.set(True)
+        limits = self.config.timeouts
+        request = self.client.request(
+            out.method,
+            URL(self.config.url + out.target, encoded=True),
+            headers=self._headers(out),
+            data=out.body.payload() if out.body is not None else None,
+            allow_redirects=False,
+            timeout=self._timeout,
+        )
         try:
-            async with asyncio.timeout(self.config.timeouts.first_byte):
-                return await self.client.request(
-                    out.method,
-                    URL(self.config.url + out.target, encoded=True),
-                    headers=self._headers(out),
-                    data=out.body.payload() if out.body is not None else None,
-                    allow_redirects=False,
-                    timeout=self._timeout,
-                )
+            if out.body is None or out.body.size <= _SENT_AT_ONCE:
+                answer = await request
+            else:  # the connection's own clock starts behind the body
+                async with asyncio.timeout(limits.first_byte):
+                    answer = await request
         except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
             raise self._translated(error) from error
+        if (connection := answer.connection) is not None and connection.protocol is not None:
+            connection.protocol.read_timeout = limits.idle
+            connection.protocol.start_timeout()
+        return answer
 
     async def _body(self, answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
         """The pieces of the answer as they arrive. Raises UpstreamError when it breaks off or falls silent."""
-        idle, content = self.config.timeouts.idle, answer.content
         while True:
             try:
-                data = content.read_nowait()  # what is here already needs no clock
-                if not data and not content.at_eof():
-                    async with asyncio.timeout(idle):
-                        data = await content.readany()
+                data = await answer.content.readany()
             except TimeoutError as error:
                 self.count_error("timeout")
+                idle = self.config.timeouts.idle
                 message = f"the upstream '{self.name}' sent nothing for {idle:g} s in the middle of its answer"
                 raise UpstreamTimeout(message) from error
             except (aiohttp.ClientError, ConnectionError) as error:
@@ -265,16 +276,16 @@ class Upstream:
                 return UpstreamError(f"the upstream '{self.name}' took longer than {connect:g} s to connect")
             case aiohttp.ClientConnectorError():
                 return _Refused(str(error))
-            case aiohttp.ServerDisconnectedError() | aiohttp.ClientOSError() | ConnectionError():
-                return _Disconnected(str(error))
-            case aiohttp.ClientError():
-                self.count_error("reset")
-                return UpstreamError(f"the upstream '{self.name}' does not speak HTTP as it should: {error}")
-            case _:
+            case TimeoutError():
                 self.count_error("timeout")
                 return UpstreamTimeout(
                     f"the upstream '{self.name}' did not begin to answer within {self.config.timeouts.first_byte:g} s"
                 )
+            case aiohttp.ServerDisconnectedError() | aiohttp.ClientOSError() | ConnectionError():
+                return _Disconnected(str(error))
+            case _:
+                self.count_error("reset")
+                return UpstreamError(f"the upstream '{self.name}' does not speak HTTP as it should: {error}")
 
     def _headers(self, out: Outgoing) -> "CIMultiDict[str]":
         headers = sent_headers(out.headers, self.config, out.request_id)
@@ -284,7 +295,9 @@ class Upstream:
 
     async def _late_error(self, answer: aiohttp.ClientResponse) -> ProxyError:
         """The answer is not the event stream that the client was promised while it waited: say what it is."""
-        body = await answer.content.read(_ERROR_BODY)
+        body = b""
+        with suppress(aiohttp.ClientError, ConnectionError, TimeoutError):  # then its status must do
+            body = await answer.content.read(_ERROR_BODY)
         text = body.decode("utf-8", "replace").strip()
         message = f"the upstream '{self.name}' answered {answer.status} {answer.reason}: {text[:1000]}"
         error = UpstreamError(message, code="upstream_error" if answer.status >= 400 else "upstream_not_streaming")

@@ -43,6 +43,9 @@ ROUTES = frozenset(
 """The values of the metrics' label `route`; every other path counts as "other"."""
 
 
+_PLANS = 512
+
+
 class Runtime:
     """Build with a checked configuration, `start` inside the event loop, `apply` others, `stop` once."""
 
@@ -62,6 +65,7 @@ class Runtime:
         self.backends = create_backends(config)
         self.stopping = False
         self._rules = {name: residency_of(config, name) for name in config.leases}
+        self._plans: dict[tuple[str, str, str | None, Source | None], Plan] = {}
         self._residents: dict[str, Residents] = {}
         self._watching: list[asyncio.Task[None]] = []
         self._background: set[asyncio.Task[None]] = set()
@@ -114,6 +118,7 @@ class Runtime:
         gone = {name: backend for name, backend in self.backends.items() if fresh.get(name) is not backend}
         self.config, self.classifier = config, Classifier(config)
         self.backends, self._rules = fresh, rules
+        self._plans.clear()
         self.metrics.reconfigure(known_names(config))
         self._bring_up(config)
         for backend in gone.values():
@@ -147,6 +152,17 @@ class Runtime:
 
     def plan(self, method: str, path: str, model: str | None, where: Source | None = None) -> Plan:
         """The classifier's plan; a model that its swapper has on another machine takes no turn. Raises what it does."""
+        if path not in ROUTES:
+            return self._plan(method, path, model, where)
+        asked = method, path, model, where
+        plan = self._plans.get(asked)
+        if plan is None:
+            if len(self._plans) >= _PLANS:  # models' names are the clients' to choose
+                self._plans.clear()
+            plan = self._plans[asked] = self._plan(method, path, model, where)
+        return plan
+
+    def _plan(self, method: str, path: str, model: str | None, where: Source | None) -> Plan:
         plan = self.classifier.plan(method, path, model, where=where, known=self.canonical)
         if plan.mode is not None and (rules := self._rules_of(plan)) is not None and rules.elsewhere(plan.model):
             return dataclasses.replace(plan, mode=Mode.NONE, why=f"{plan.why}; it runs on another machine")

@@ -274,6 +274,21 @@ async def test_an_upstream_that_does_not_answer_in_time_is_504(fault: StartFault
     await f.upstream.exchanges[0].gone.wait()
 
 
+async def test_an_upstream_that_does_not_take_the_body_in_time_is_504(serve_proxy: Serve) -> None:
+    connections: list[asyncio.StreamWriter] = []
+    never_reads = await asyncio.start_server(lambda _, writer: connections.append(writer), "127.0.0.1", 0)
+    async with never_reads:
+        url = "http://{}:{}".format(*never_reads.sockets[0].getsockname())
+        proxy = await serve_proxy(in_front_of(url, upstream={"timeouts": {"first_byte": 0.3}}))
+        form = aiohttp.FormData({"model": "t"})
+        form.add_field("file", BytesIO(bytes(30 << 20)), filename="long.wav")
+        reply = await proxy.ask("POST", "/v1/audio/transcriptions", data=form)
+        assert (reply.status, reply.error["code"]) == (504, "upstream_timeout")
+        await proxy.idle()
+        for connection in connections:
+            connection.close()
+
+
 async def test_an_upstream_that_falls_silent_in_mid_stream_is_a_timeout_in_the_stream(fault: StartFault) -> None:
     f = await fault(faults.stalls_after(2), upstream={"timeouts": {"idle": 0.05}})
     got = await cut_stream(f.proxy)
