@@ -13,38 +13,27 @@ connection is closed, so that a swapper sees no request in flight.
 
 import asyncio
 import logging
-import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import chain
 
 import aiohttp
 from aiohttp.client_proto import ResponseHandler
 from aiohttp.tracing import Trace
-from multidict import CIMultiDict, CIMultiDictProxy, istr
+from multidict import CIMultiDict
 from yarl import URL
 
 from proxy import sse
 from proxy.body import Body
 from proxy.config import Upstream as UpstreamConfig
 from proxy.errors import ModelUnavailable, ProxyError, UpstreamError, UpstreamTimeout, UpstreamTruncated
+from proxy.headers import returned_headers, sent_headers
 from proxy.relay import ClientStream, KeepAlive
 
 logger = logging.getLogger(__name__)
 
-_HOP_BY_HOP = frozenset(
-    ["connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "proxy-connection", "te", "trailer",
-     "transfer-encoding", "upgrade"]
-)  # fmt: skip
-_NOT_FORWARDED = tuple(map(istr, [
-    *_HOP_BY_HOP, "host", "authorization", "x-api-key", "content-length", "expect", "x-max-wait", "x-request-id",
-    "origin",  # who may call from a page is decided here; with another Host beside it, an upstream would refuse it
-]))  # fmt: skip
-_NOT_RETURNED = _HOP_BY_HOP | {"x-request-id", "server-timing"}
-_UUID = re.compile(r"[0-9a-fA-F]{8}-?(?:[0-9a-fA-F]{4}-?){3}[0-9a-fA-F]{12}")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0
 _ERROR_BODY = 1 << 16
 _SENT_AT_ONCE = 1 << 15  # bytes that a new request's connection takes without waiting for the upstream
@@ -332,44 +321,6 @@ class _Refused(Exception):
 
 class _Disconnected(Exception):
     """The connection closed before the head of an answer."""
-
-
-def sent_headers(
-    client: "CIMultiDict[str] | CIMultiDictProxy[str]",
-    config: UpstreamConfig,
-    request_id: str,
-    also_not: frozenset[str] = frozenset(),
-) -> "CIMultiDict[str]":
-    """The headers of a client's request that go on to the upstream, and what is put in; `also_not` in lower case."""
-    named = _named(client.getall("Connection", ()))
-    headers = CIMultiDict(client)
-    for name in chain(_NOT_FORWARDED, named, also_not):
-        if name in headers:
-            del headers[name]
-    if _UUID.fullmatch(request_id):  # llama-cpp-python's server answers 400 to any other
-        headers["X-Request-Id"] = request_id
-    if config.api_key:
-        headers["Authorization"] = f"Bearer {config.api_key}"
-    elif config.forward_client_key:
-        headers.update((name, client[name]) for name in ("Authorization", "X-Api-Key") if name in client)
-    return headers
-
-
-def returned_headers(answer_headers: "CIMultiDictProxy[str]") -> "CIMultiDict[str]":
-    """The headers of an upstream's answer that go on to the client: CORS is ours to decide."""
-    named = _named(answer_headers.getall("Connection", ()))
-    return CIMultiDict(
-        (name, value)
-        for name, value in answer_headers.items()
-        if (lower := name.lower()) not in _NOT_RETURNED
-        and lower not in named
-        and not lower.startswith("access-control-")
-    )
-
-
-def _named(connection: Iterable[str]) -> set[str]:
-    """The headers, in lower case, that `Connection` keeps on their hop."""
-    return {name.strip().lower() for value in connection for name in value.split(",")}
 
 
 def _head(answer: aiohttp.ClientResponse) -> "CIMultiDict[str]":

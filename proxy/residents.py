@@ -27,7 +27,7 @@ from backends.errors import BackendError
 from proxy import threads
 from proxy.config import Upstream
 from proxy.errors import ModelUnavailable
-from proxy.forward import sent_headers
+from proxy.headers import sent_headers
 from proxy.lease import Lease
 from proxy.line import Mode, Ticket
 from proxy.residency import Residency

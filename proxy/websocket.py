@@ -9,7 +9,8 @@ from aiohttp import WSCloseCode, WSMsgType, hdrs, web
 from yarl import URL
 
 from proxy.errors import ProxyError, UpstreamError, UpstreamTimeout
-from proxy.forward import Upstream, sent_headers
+from proxy.forward import Upstream
+from proxy.headers import sent_headers
 from proxy.lease import Hold
 
 logger = logging.getLogger(__name__)

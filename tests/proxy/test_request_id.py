@@ -6,7 +6,7 @@ import pytest
 from multidict import CIMultiDict
 
 from proxy.config import Upstream
-from proxy.forward import sent_headers
+from proxy.headers import sent_headers
 
 CONFIG = Upstream(url="http://127.0.0.1:1")
 
