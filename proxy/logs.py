@@ -42,7 +42,7 @@ class TextFormatter(logging.Formatter):
         if fields := _fields(record):
             line += "".join(
                 [
-                    f" {key}={value:.3f}" if isinstance(value, float) else f" {key}={_word(value)}"
+                    f" {key}={value:.3f}" if isinstance(value, float) else f" {key}={_word(str(value))}"
                     for key, value in fields.items()
                 ]
             )
@@ -82,10 +82,9 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
     return fields if isinstance(fields, dict) else {}
 
 
-@functools.lru_cache(maxsize=512, typed=True)
-def _word(value: object) -> str:
+@functools.lru_cache(maxsize=512)
+def _word(text: str) -> str:
     """A value as one word; a client's own text (a model's name) cannot begin a new line or a new key."""
-    text = str(value)
     if len(text) > _LONGEST_VALUE:
         text = text[:_LONGEST_VALUE] + "..."
     return text if _PLAIN.fullmatch(text) else json.dumps(text)

@@ -120,3 +120,10 @@ def test_setting_up_again_replaces_the_style() -> None:
     logging.getLogger("proxy.x").info("not asked for")
     assert first.getvalue() == ""
     assert json.loads(second.getvalue())["message"] == "once"
+
+
+def test_a_field_may_be_anything_that_has_a_text() -> None:
+    stream = io.StringIO()
+    configure("text", stream=stream)
+    logging.getLogger("proxy").info("seen", extra={"fields": {"models": ["a", "b"], "yes": True, "one": 1}})
+    assert stream.getvalue().endswith("seen models=\"['a', 'b']\" yes=True one=1\n")
