@@ -4,7 +4,7 @@ import functools
 import hashlib
 import hmac
 import ipaddress
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 
 from aiohttp import web
 
@@ -89,7 +89,7 @@ def _owner(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:32]
 
 
-def _among(key: str, keys: Iterable[str]) -> bool:
+def _among(key: str, keys: Collection[str]) -> bool:
     """Whether `key` is one of them. Compared with all, each in constant time, so that the time says nothing about any."""
     if not keys:
         return False

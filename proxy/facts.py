@@ -1,8 +1,7 @@
 """What is learnt about one request on its way, for its log line, its metrics and its trace."""
 
-import asyncio
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from aiohttp import web
 
@@ -20,8 +19,6 @@ class Facts:
     path: str
     """Normalised."""
     trace: RequestTrace
-    task: asyncio.Task[Any] | None = field(default_factory=asyncio.current_task)
-    """The one that handles it."""
     owner: str = ""
     """Who asks: a hash of the API key, "" on an open server."""
     group: str = ""

@@ -9,6 +9,7 @@
 No other module takes a lease, but for what `Runtime.hold_model` gives to speech jobs.
 """
 
+import asyncio
 import functools
 import logging
 import math
@@ -258,7 +259,7 @@ class _Turn:
         await self._runtime.before_lease(plan)
         if plan.mode is not None:
             hold = self._runtime.hold(plan, fact.id, max_wait(self._request))
-            self._runtime.requests[fact.id] = fact.task
+            self._runtime.requests[fact.id] = asyncio.current_task()
             try:
                 with fact.trace.queue({"llama_lease.mode": str(plan.mode)}):
                     await hold.__aenter__()
