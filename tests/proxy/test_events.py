@@ -344,39 +344,36 @@ async def test_a_quiet_feed_shows_that_it_is_alive() -> None:
         assert await response.content.readuntil(b": alive\n\n") == b"retry: 1000\n\n: alive\n\n"
 
 
+@asynccontextmanager
+async def idle_reader(address: str) -> AsyncIterator[asyncio.StreamReader]:
+    """A client that has the head of the feed and takes nothing more by itself."""
+    host, _, port = address.partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+    try:
+        writer.write(b"GET /lease/events HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        yield reader
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
 async def test_a_reader_that_takes_nothing_does_not_hold_up_the_end() -> None:
     story = Story()
-    async with small_server(story.feed, stall=3600) as (address, ended):
-        host, _, port = address.partition(":")
-        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
-        try:
-            writer.write(b"GET /lease/events HTTP/1.1\r\nHost: x\r\n\r\n")
-            await reader.readuntil(b"\r\n\r\n")
-            for _ in range(1000):
-                story.comes("a model with a very long name " * 1000)
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(ended.wait(), 0.3)
-            story.feed.close()
-            await ended.wait()
-        finally:
-            writer.close()
-            with contextlib.suppress(ConnectionError):
-                await writer.wait_closed()
+    async with small_server(story.feed, stall=3600) as (address, ended), idle_reader(address):
+        for _ in range(1000):
+            story.comes("a model with a very long name " * 1000)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(ended.wait(), 0.3)
+        story.feed.close()
+        await ended.wait()
 
 
 async def test_a_reader_that_takes_nothing_is_dropped() -> None:
     story = Story()
-    async with small_server(story.feed, stall=0.05) as (address, ended):
-        host, _, port = address.partition(":")
-        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
-        try:
-            writer.write(b"GET /lease/events HTTP/1.1\r\nHost: x\r\n\r\n")
-            await reader.readuntil(b"\r\n\r\n")
-            while not ended.is_set():
-                story.comes("a model with a very long name " * 1000)
-                await asyncio.sleep(0)
-            assert not (await reader.read()).endswith(b"0\r\n\r\n")  # cut, without a proper end
-        finally:
-            writer.close()
-            with contextlib.suppress(ConnectionError):
-                await writer.wait_closed()
+    async with small_server(story.feed, stall=0.05) as (address, ended), idle_reader(address) as reader:
+        while not ended.is_set():
+            story.comes("a model with a very long name " * 1000)
+            await asyncio.sleep(0)
+        assert not (await reader.read()).endswith(b"0\r\n\r\n")  # cut, without a proper end
